@@ -1,0 +1,58 @@
+"""Every refusal a user can meet, each with its own exit code.
+
+A message says what was found, which names it concerns, and what to do.
+"""
+
+
+class Keys35Error(Exception):
+    """A refusal the user can act on; the terminal prints it without a traceback."""
+
+    exit_code = 1
+
+
+class RecipeError(Keys35Error):
+    """The recipe is malformed or asks for something impossible."""
+
+    exit_code = 3
+
+
+class SourceError(Keys35Error):
+    """The source checkpoint is missing, damaged, inconsistent or unsupported."""
+
+    exit_code = 4
+
+
+class PlanError(Keys35Error):
+    """The job cannot be planned: a tensor without a rule, a shape that cannot be cut, no room on disk."""
+
+    exit_code = 5
+
+
+class ResumeError(Keys35Error):
+    """The work directory belongs to another job, is locked, or is damaged."""
+
+    exit_code = 6
+
+
+class BudgetError(Keys35Error):
+    """No allocation of whole experts meets the bit budget exactly."""
+
+    exit_code = 7
+
+
+class EncodeError(Keys35Error):
+    """A tensor cannot be encoded: NaN or Inf in the weights, or an unsupported shape or width."""
+
+    exit_code = 8
+
+
+class ContractError(Keys35Error):
+    """A finished checkpoint breaks a rule that serving engines insist on."""
+
+    exit_code = 9
+
+
+class RankError(Keys35Error):
+    """A rank of the tensor-parallel runtime failed or disagrees with the others."""
+
+    exit_code = 10
