@@ -1,0 +1,211 @@
+"""The only writer of bytes: a file appears under its final name complete, or not at all.
+
+Every file is written beside its final name with the suffix ".partial", synced, then renamed, so that a kill
+at any moment leaves finished files and at most one leftover, which the next write of that name replaces.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from keys35.errors import Keys35Error, PlanError, ResumeError, SourceError
+from keys35.files.headers import (
+    DTYPE_BITS,
+    SAFETENSORS_NAME,
+    TORCH_DTYPE,
+    open_regular,
+    pack_header,
+    read_exact,
+    read_header,
+    tensor_nbytes,
+)
+
+PARTIAL = ".partial"
+CHUNK_BYTES = 1 << 24
+FULL = (errno.ENOSPC, errno.EDQUOT)
+REDO = "delete it and run the same command again, the unit it belongs to is redone"
+
+
+def sha256_file(path: Path) -> str:
+    """SHA-256 of a file as lower-case hex."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes still free on the disk that holds `path` or its nearest existing parent."""
+    path = Path(path).absolute()
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def require_space(path: Path, needed: int) -> None:
+    """PlanError with both numbers unless `needed` bytes fit on the disk that holds `path`."""
+    free = free_bytes(path)
+    if free < needed:
+        raise PlanError(f"{path}: needs {needed} bytes, {free} are free; free space or choose another disk")
+
+
+@contextmanager
+def replacing(path: Path, needed: int) -> Iterator[BinaryIO]:
+    """Yield a file that becomes `path` when the block ends well and vanishes when it does not.
+
+    `needed` is the number of bytes about to be written, for the message when the disk is full (ResumeError).
+    """
+    path = Path(path)
+    partial = path.with_name(path.name + PARTIAL)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(partial, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+        _sync_folder(path.parent)
+    except BaseException as error:
+        partial.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno in FULL:
+            raise ResumeError(
+                f"{path}: disk full, needed {needed} bytes, {free_bytes(path.parent)} are free; nothing was "
+                "left under this name: free space and run the same command again, finished work is kept"
+            ) from error
+        raise
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a whole file atomically."""
+    with replacing(path, len(data)) as file:
+        file.write(data)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON atomically, keys in the order given; NaN and infinities survive `read_json`."""
+    write_bytes(path, (json.dumps(value, indent=1) + "\n").encode())
+
+
+def read_json(path: Path, error: type[Keys35Error] = ResumeError, remedy: str = REDO) -> Any:
+    """Read a whole JSON file; raises `error` with `remedy` if it is missing, cut, or has bytes after it."""
+    try:
+        fd = open_regular(path)
+        with os.fdopen(fd, "rb") as file:
+            return json.loads(file.read().decode())
+    except (SourceError, OSError) as cause:
+        raise error(f"{path}: cannot be read ({cause}); {remedy}") from cause
+    except (ValueError, RecursionError) as cause:
+        raise error(f"{path}: is not complete JSON ({cause}); {remedy}") from cause
+
+
+def save_tensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None = None
+) -> str:
+    """Write tensors as one safetensors file atomically and return its SHA-256.
+
+    Views and tensors that share memory are written as separate contiguous copies; wide dtypes come first,
+    then names in order, so that every tensor is aligned and the same input gives the same bytes.
+    """
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    layout = [(name, SAFETENSORS_NAME[tensors[name].dtype], tuple(tensors[name].shape)) for name in order]
+    return write_safetensors(path, layout, (tensor_bytes(tensors[name]) for name in order), metadata or {})[1]
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """A tensor's little-endian bytes in row-major order; no copy if it is contiguous on the CPU."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy())
+
+
+def write_safetensors(
+    path: Path,
+    layout: Sequence[tuple[str, str, tuple[int, ...]]],
+    contents: Iterable[bytes | memoryview],
+    metadata: dict[str, str],
+) -> tuple[int, str]:
+    """Stream tensors (name, dtype, shape) and their bytes into one file; return its size and SHA-256.
+
+    `contents` is consumed one tensor at a time. PlanError for duplicate names, a tensor that would not be
+    aligned to its element size in this order, or bytes that do not match their shape.
+    """
+    _check_layout(path, layout)
+    header = pack_header(layout, metadata)
+    size = len(header) + sum(tensor_nbytes(dtype, shape) for _, dtype, shape in layout)
+    digest = hashlib.sha256(header)
+    with replacing(path, size) as file:
+        file.write(header)
+        for (name, dtype, shape), data in zip(layout, contents, strict=True):
+            view = memoryview(data).cast("B")
+            need = tensor_nbytes(dtype, shape)
+            if len(view) != need:
+                raise PlanError(f"{path}: {name} is {dtype} {list(shape)}, {need} bytes, but {len(view)} "
+                                "were produced; nothing was written under this name")
+            for start in range(0, len(view), CHUNK_BYTES):
+                piece = view[start : start + CHUNK_BYTES]
+                digest.update(piece)
+                file.write(piece)
+    return size, digest.hexdigest()
+
+
+def _check_layout(path: Path, layout: Sequence[tuple[str, str, tuple[int, ...]]]) -> None:
+    seen: set[str] = set()
+    offset = 0
+    for name, dtype, shape in layout:
+        if name in seen:
+            raise PlanError(f"{path}: {name} would be written twice; give every tensor one place")
+        if dtype not in DTYPE_BITS:
+            raise PlanError(f"{path}: {name} has dtype {dtype!r}, which safetensors does not know")
+        if offset * 8 % DTYPE_BITS[dtype]:
+            raise PlanError(f"{path}: {name} ({dtype}) would start unaligned; put wider dtypes first")
+        seen.add(name)
+        offset += tensor_nbytes(dtype, shape)
+
+
+def load_tensors(path: Path, expect_sha256: str | None = None) -> dict[str, torch.Tensor]:
+    """Read every tensor of one of our own files into memory, checking the file's hash on the way if given.
+
+    Raises ResumeError, naming the file and the way out, if it is damaged or not the file that was recorded.
+    """
+    try:
+        tensors, digest = _read_all(Path(path), hashing=expect_sha256 is not None)
+    except SourceError as cause:
+        raise ResumeError(f"{cause}; {REDO}") from cause
+    if expect_sha256 is not None and digest != expect_sha256:
+        raise ResumeError(f"{path}: SHA-256 is {digest}, recorded was {expect_sha256}; {REDO}")
+    return tensors
+
+
+def _read_all(path: Path, hashing: bool) -> tuple[dict[str, torch.Tensor], str]:
+    header = read_header(path)
+    tensors: dict[str, torch.Tensor] = {}
+    fd = open_regular(path)
+    try:
+        start = bytearray(header.data_start)
+        read_exact(fd, path, 0, memoryview(start))
+        digest = hashlib.sha256(start)
+        for entry in header.entries.values():  # in data order without holes, so this hashes the whole file
+            if entry.dtype not in TORCH_DTYPE:
+                raise SourceError(f"{path}: {entry.name} has dtype {entry.dtype}, which torch cannot hold")
+            flat = torch.empty(entry.nbytes, dtype=torch.uint8)
+            view = memoryview(flat.numpy())
+            read_exact(fd, path, entry.start, view)
+            if hashing:
+                digest.update(view)
+            tensors[entry.name] = flat.view(TORCH_DTYPE[entry.dtype]).reshape(entry.shape)
+    finally:
+        os.close(fd)
+    return tensors, digest.hexdigest()

@@ -1,0 +1,160 @@
+"""The ledger of a work directory: which units are done, with what bytes, for which job.
+
+A unit is done when its receipt exists, and receipts are written last, so a kill at any moment costs one unit.
+"""
+
+import fcntl
+import json
+import logging
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from keys35.errors import ResumeError
+from keys35.files.atomic import PARTIAL, read_json, sha256_file, write_json
+
+LOG = logging.getLogger(__name__)
+SCHEMA = 1
+MANIFEST, LOCK, LOG_FILE, RECEIPTS = "manifest.json", "lock", "log.jsonl", "receipts"
+BEFORE_MANIFEST = {LOCK, LOG_FILE, MANIFEST + PARTIAL}
+FRESH = "choose an empty work directory, or restore the file from a backup"
+
+
+@dataclass(frozen=True, slots=True)
+class Workdir:
+    """A work directory bound to one job."""
+
+    root: Path
+    job: dict[str, Any]
+
+    @classmethod
+    def open(cls, root: Path, job: dict[str, Any] | None) -> "Workdir":
+        """Create a work directory for `job`, or resume one that was created for the same job.
+
+        `job` is whatever guards a resume (source, recipe, tool version; JSON values). None opens an existing
+        directory as it is. Raises ResumeError listing every difference, or naming a damaged manifest.
+        """
+        root = Path(root).absolute()
+        manifest = root / MANIFEST
+        if not manifest.exists():
+            return cls._create(root, job)
+        stored = read_json(manifest, remedy=FRESH)
+        if not isinstance(stored, dict) or not isinstance(stored.get("job"), dict):
+            raise ResumeError(f"{manifest}: is not a manifest of keys35; {FRESH}")
+        if stored.get("schema") != SCHEMA:
+            raise ResumeError(f"{manifest}: has schema {stored.get('schema')!r}, not {SCHEMA}; {FRESH}")
+        if job is not None:
+            differences = _differences(stored["job"], _as_json(job))
+            if differences:
+                raise ResumeError(f"{root}: belongs to another job; undo these changes or choose an empty "
+                                  "work directory:\n  " + "\n  ".join(differences))
+        return cls(root, stored["job"])
+
+    @classmethod
+    def _create(cls, root: Path, job: dict[str, Any] | None) -> "Workdir":
+        if job is None:
+            raise ResumeError(f"{root}: has no {MANIFEST}; give the work directory of an earlier run")
+        if root.exists() and (not root.is_dir() or {path.name for path in root.iterdir()} - BEFORE_MANIFEST):
+            raise ResumeError(f"{root}: holds files but no {MANIFEST}, so it is not ours; {FRESH}")
+        job = _as_json(job)
+        write_json(root / MANIFEST, {"schema": SCHEMA, "job": job})
+        return cls(root, job)
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the directory for one driver; leftovers of an interrupted run are removed first.
+
+        Raises ResumeError naming the process that holds it. The lock ends with its process, however it dies.
+        """
+        with open(self.root / LOCK, "a+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as cause:
+                file.seek(0)
+                holder = file.read().strip() or "unknown"
+                raise ResumeError(f"{self.root}: is in use by process {holder}; wait or stop it") from cause
+            file.truncate(0)
+            file.write(f"{os.getpid()} on {os.uname().nodename}\n")
+            file.flush()
+            for leftover in self.root.rglob("*" + PARTIAL):
+                leftover.unlink(missing_ok=True)
+            yield
+
+    def path(self, *parts: str) -> Path:
+        """A path inside the work directory; ResumeError for a part that would leave it."""
+        for part in "/".join(parts).split("/"):
+            if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._+=-]*", part):
+                raise ResumeError(f"{self.root}: {'/'.join(parts)!r} is no legal name in a work directory")
+        return self.root.joinpath(*parts)
+
+    def commit(self, unit: str, files: Sequence[Path] | Mapping[Path, str], data: dict[str, Any]) -> None:
+        """Declare a unit done: record size and SHA-256 of its finished files, and JSON `data`.
+
+        A mapping from file to SHA-256 saves hashing again what was hashed while it was written.
+        """
+        hashes = files if isinstance(files, Mapping) else {path: sha256_file(path) for path in files}
+        entries = [{"path": Path(path).absolute().relative_to(self.root).as_posix(),
+                    "size": os.stat(path).st_size, "sha256": digest} for path, digest in hashes.items()]
+        write_json(self._receipt_path(unit), {"unit": unit, "files": entries, "data": data})
+
+    def receipt(self, unit: str) -> dict[str, Any] | None:
+        """The unit's receipt, or None if it must be done (again): none, damaged, or a file missing or cut."""
+        path = self._receipt_path(unit)
+        if not path.exists():
+            return None
+        try:
+            receipt = read_json(path)
+            whole = receipt["unit"] == unit and "data" in receipt and all(
+                self.path(entry["path"]).stat().st_size == entry["size"] for entry in receipt["files"])
+        except (ResumeError, OSError, KeyError, TypeError) as cause:
+            LOG.warning("unit %s will be redone: %s", unit, cause)
+            return None
+        return receipt if whole else None
+
+    def units(self) -> list[str]:
+        """Names of all units with a receipt, in order."""
+        folder = self.root / RECEIPTS
+        return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.json"))
+
+    def log(self, event: str, **fields: Any) -> None:
+        """Append one JSON line with the UTC time to the directory's log."""
+        line = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **fields}
+        with open(self.root / LOG_FILE, "a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def events(self) -> list[dict[str, Any]]:
+        """All lines of the log; a last line that a kill cut short is left out."""
+        path = self.root / LOG_FILE
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def _receipt_path(self, unit: str) -> Path:
+        path = self.path(RECEIPTS, unit)
+        return path.with_name(path.name + ".json")
+
+
+def _as_json(job: dict[str, Any]) -> dict[str, Any]:
+    """The job as it comes back from disk, so that tuples and lists compare equal."""
+    return json.loads(json.dumps(job))
+
+
+def _differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    before, after = _flat(old), _flat(new)
+    return [f"{key}: {before.get(key, 'absent')} -> {after.get(key, 'absent')}"
+            for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)]
+
+
+def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested dicts as dotted keys, leaves as JSON text (so that NaN equals NaN)."""
+    flat: dict[str, str] = {}
+    for key, item in value.items():
+        if isinstance(item, dict) and item:
+            flat |= _flat(item, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = json.dumps(item)
+    return flat

@@ -1,0 +1,263 @@
+"""A checkpoint on disk: its index, its shards' headers, and reads of single tensors or slices.
+
+Opening looks at headers only and refuses every disagreement between index and shards before any work starts.
+Files are opened, read and closed again, so 282 shards never hold 282 handles.
+"""
+
+import hashlib
+import math
+import os
+import re
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from keys35.errors import SourceError
+from keys35.files.atomic import PARTIAL, read_json, sha256_file
+from keys35.files.headers import TORCH_DTYPE, ShardHeader, TensorEntry, open_regular, read_exact, read_header
+from keys35.files.shards import INDEX_NAME
+
+SINGLE_NAME = "model.safetensors"
+WHOLE_HASH_BYTES = 64 << 20
+SAMPLES, SAMPLE_BYTES = 16, 1 << 16
+DROP_CACHE_BYTES = 1 << 20
+PICKLES = {".bin", ".pt", ".pth", ".ckpt"}
+WEIGHTS = PICKLES | {".safetensors", ".gguf", ".h5", ".msgpack", ".onnx", PARTIAL}
+NOT_CARRIED = {"config.json", "quantization_config.json"}
+AGAIN = "download the checkpoint again"
+
+
+@dataclass(frozen=True, slots=True)
+class SourceTensor:
+    """One tensor and the shard file that holds it."""
+
+    file: Path
+    entry: TensorEntry
+
+
+@dataclass(slots=True)
+class ShardedSource:
+    """A folder of safetensors shards with `model.safetensors.index.json`, or one `model.safetensors`."""
+
+    root: Path
+    config: dict[str, Any]
+    shards: tuple[ShardHeader, ...]
+    tensors: dict[str, SourceTensor] = field(init=False, repr=False)
+    total_size: int = field(init=False)
+    bytes_read: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self.tensors = {name: SourceTensor(shard.path, entry)
+                        for shard in self.shards for name, entry in shard.entries.items()}
+        self.total_size = sum(tensor.entry.nbytes for tensor in self.tensors.values())
+
+    @classmethod
+    def open(cls, root: Path) -> "ShardedSource":
+        """Open a checkpoint from headers alone.
+
+        Raises SourceError for missing, truncated, unlisted or malformed shards, an index that disagrees with
+        them, names that are not plain file names, pickled weights, and FP8 weights.
+        """
+        root = Path(root)
+        if not root.is_dir():
+            raise SourceError(f"{root}: is not a folder; give the one that holds config.json and the shards")
+        config = _read_object(root / "config.json")
+        index = _read_object(root / INDEX_NAME) if os.path.lexists(root / INDEX_NAME) else None
+        if index is None:
+            source = cls(root, config, (_only_shard(root),))
+        else:
+            weight_map = _weight_map(root / INDEX_NAME, index)
+            files = sorted(set(weight_map.values()))
+            _check_files(root, files)
+            source = cls(root, config, tuple(read_header(root / file) for file in files))
+            _check_agreement(source, weight_map, index.get("metadata"))
+        _refuse_fp8(source)
+        return source
+
+    def read(self, name: str) -> torch.Tensor:
+        """Read one tensor in its stored dtype and shape into memory of its own."""
+        tensor = self._find(name)
+        flat = torch.empty(tensor.entry.nbytes, dtype=torch.uint8)
+        self._fill(tensor, [tensor.entry.start], memoryview(flat.numpy()))
+        return flat.view(_torch_dtype(tensor)).reshape(tensor.entry.shape)
+
+    def read_slice(self, name: str, axis: int, start: int, stop: int) -> torch.Tensor:
+        """Read entries `start` to `stop` along one axis, touching no other bytes of the tensor."""
+        tensor = self._find(name)
+        shape, dtype = tensor.entry.shape, _torch_dtype(tensor)
+        if not (0 <= axis < len(shape) and 0 <= start <= stop <= shape[axis]):
+            raise SourceError(f"{name}: no slice {start}:{stop} of axis {axis} in shape {list(shape)}")
+        stride = math.prod(shape[axis + 1 :]) * dtype.itemsize
+        rows, row, part = math.prod(shape[:axis]), shape[axis] * stride, (stop - start) * stride
+        flat = torch.empty(rows * part, dtype=torch.uint8)
+        first = tensor.entry.start + start * stride
+        self._fill(tensor, range(first, first + rows * row, row or 1), memoryview(flat.numpy()))
+        return flat.view(dtype).reshape(*shape[:axis], stop - start, *shape[axis + 1 :])
+
+    def raw(self, name: str) -> bytes:
+        """One tensor's exact bytes, whatever its dtype."""
+        tensor = self._find(name)
+        data = bytearray(tensor.entry.nbytes)
+        self._fill(tensor, [tensor.entry.start], memoryview(data))
+        return bytes(data)
+
+    def fingerprint(self) -> dict[str, str]:
+        """Identify the checkpoint's content: file name to a line of size, header hash and content hash.
+
+        Files up to 64 MiB are hashed whole; larger ones by a strided sample and their modification time.
+        """
+        prints = {"config.json": sha256_file(self.root / "config.json")}
+        for shard in self.shards:
+            content = _content_print(shard)
+            prints[shard.path.name] = f"{shard.size} bytes, header {shard.digest[:16]}, {content}"
+        return prints
+
+    def side_files(self) -> list[Path]:
+        """Every regular file to carry along (tokenizer, chat template, licence...), hidden files excluded.
+
+        Raises SourceError for a link that leads out of the checkpoint, since its target would be published.
+        """
+        found = []
+        for folder, folders, files in os.walk(self.root):
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            paths = [Path(folder, name) for name in sorted(files) if not name.startswith(".")]
+            found += [path for path in paths if _is_carried(self.root, path)]
+        return found
+
+    def _find(self, name: str) -> SourceTensor:
+        try:
+            return self.tensors[name]
+        except KeyError:
+            raise SourceError(f"{self.root}: has no tensor {name}; is it the right checkpoint?") from None
+
+    def _fill(self, tensor: SourceTensor, starts: list[int] | range, buffer: memoryview) -> None:
+        """Read equal pieces at absolute offsets `starts` into `buffer`, one after the other."""
+        piece = len(buffer) // max(1, len(starts))
+        fd = open_regular(tensor.file)
+        try:
+            for number, start in enumerate(starts):
+                read_exact(fd, tensor.file, start, buffer[number * piece : (number + 1) * piece])
+            if len(buffer) >= DROP_CACHE_BYTES:  # a checkpoint is read once: leave the page cache to others
+                os.posix_fadvise(fd, tensor.entry.start, tensor.entry.nbytes, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+        self.bytes_read += len(buffer)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    value = read_json(path, SourceError, AGAIN)
+    if not isinstance(value, dict):
+        raise SourceError(f"{path}: holds a JSON {type(value).__name__}, not an object; {AGAIN}")
+    return value
+
+
+def _only_shard(root: Path) -> ShardHeader:
+    names = sorted(path.name for path in root.iterdir())
+    shards = [name for name in names if name.endswith(".safetensors")]
+    if shards == [SINGLE_NAME]:
+        return read_header(root / SINGLE_NAME)
+    if shards:
+        raise SourceError(f"{root}: has {len(shards)} shards but no {INDEX_NAME}; download the index too")
+    if any(Path(name).suffix in PICKLES for name in names):
+        raise SourceError(f"{root}: has only pickled weights (.bin, .pt); convert them to safetensors first")
+    raise SourceError(f"{root}: has neither {INDEX_NAME} nor {SINGLE_NAME}; check the path")
+
+
+def _weight_map(path: Path, index: dict[str, Any]) -> dict[str, str]:
+    """The index's map from tensor to file; every file name is checked before it becomes a path."""
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise SourceError(f"{path}: has no weight_map; {AGAIN}")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._+-]*\.safetensors", file):
+            raise SourceError(f"{path}: {name} lies in {file!r}, not a plain .safetensors file name; "
+                              "do not use this checkpoint")
+    return weight_map
+
+
+def _check_files(root: Path, files: list[str]) -> None:
+    """The index's files against the folder's, and the `-of-NNNNN` totals against their count."""
+    present = {path.name for path in root.iterdir() if path.name.endswith(".safetensors")}
+    missing = [file for file in files if file not in present]
+    if missing:
+        raise SourceError(f"{root}: {len(missing)} files of the index are not there: {_some(missing)}; "
+                          "finish the download")
+    extra = sorted(present - set(files))
+    if extra:
+        raise SourceError(f"{root}: {len(extra)} files are not in the index: {_some(extra)}; it is stale "
+                          "or they are left over: download it again or move them away")
+    for file in files:
+        match = re.search(r"-(\d+)-of-(\d+)\.safetensors$", file)
+        if match and not (1 <= int(match[1]) <= int(match[2]) == len(files)):
+            raise SourceError(f"{root}: {file} does not belong to a set of {len(files)} shards; the index is "
+                              f"stale, {AGAIN}")
+
+
+def _check_agreement(source: ShardedSource, weight_map: dict[str, str], metadata: Any) -> None:
+    """Every tensor of the index in its shard, every tensor of a shard in the index, and the sizes equal."""
+    held = {shard.path.name: shard.entries for shard in source.shards}
+    absent = [f"{name} in {file}" for name, file in weight_map.items() if name not in held[file]]
+    if absent:
+        raise SourceError(f"{source.root}: shards lack tensors of the index: {_some(absent)}; {AGAIN}")
+    surplus = [f"{name} in {shard.path.name}" for shard in source.shards for name in shard.entries
+               if weight_map.get(name) != shard.path.name]
+    if surplus:
+        raise SourceError(f"{source.root}: shards hold tensors not in the index: {_some(surplus)}; {AGAIN}")
+    claimed = metadata.get("total_size") if isinstance(metadata, dict) else None
+    if claimed is not None and claimed != source.total_size:
+        raise SourceError(f"{source.root}: the index says {claimed} bytes of tensors, the shards hold "
+                          f"{source.total_size}; the index is stale, {AGAIN}")
+
+
+def _refuse_fp8(source: ShardedSource) -> None:
+    """Tensors decide, not the config: a BF16 checkpoint may carry a left-over quantization block."""
+    scales = [name for name in source.tensors if name.endswith(("_scale_inv", ".weight_scale"))]
+    weights = [name for name, tensor in source.tensors.items()
+               if name.endswith(".weight") and tensor.entry.dtype.startswith("F8_")]
+    if scales or weights:
+        raise SourceError(f"{source.root}: FP8 source: not supported yet, use the BF16 one "
+                          f"({len(weights)} FP8 weights, {len(scales)} scales: {_some(weights + scales)})")
+
+
+def _torch_dtype(tensor: SourceTensor) -> torch.dtype:
+    if tensor.entry.dtype not in TORCH_DTYPE:
+        raise SourceError(f"{tensor.file}: {tensor.entry.name} has dtype {tensor.entry.dtype}, which torch "
+                          "cannot hold; only its raw bytes can be carried")
+    return TORCH_DTYPE[tensor.entry.dtype]
+
+
+def _content_print(shard: ShardHeader) -> str:
+    if shard.size <= WHOLE_HASH_BYTES:
+        return f"sha256 {sha256_file(shard.path)}"
+    digest = hashlib.sha256()
+    fd = open_regular(shard.path)
+    try:
+        for number in range(SAMPLES):
+            start = (shard.size - SAMPLE_BYTES) * number // (SAMPLES - 1)
+            piece = bytearray(SAMPLE_BYTES)
+            read_exact(fd, shard.path, start, memoryview(piece))
+            digest.update(piece)
+        mtime = os.fstat(fd).st_mtime_ns
+    finally:
+        os.close(fd)
+    return f"sample {digest.hexdigest()}, mtime {mtime}"
+
+
+def _is_carried(root: Path, path: Path) -> bool:
+    if path.suffix in WEIGHTS or path.name in NOT_CARRIED or path.name.endswith(".index.json"):
+        return False
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise SourceError(f"{path}: is not a regular file; remove it from the checkpoint's folder")
+    target = path.resolve()
+    # A hub cache keeps files in ../../blobs and links to them from the snapshot.
+    homes = (root.resolve(), root.resolve().parent.parent / "blobs")
+    if not any(target.is_relative_to(home) for home in homes):
+        raise SourceError(f"{path}: links to {target}, outside the checkpoint; replace the link by a copy")
+    return True
+
+
+def _some(names: list[str], most: int = 5) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
