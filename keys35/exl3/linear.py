@@ -18,7 +18,8 @@ class EncodedLinear:
     trellis: int16 (k/16, n/16, 16 * bits); suh: fp16 (k,); svh: fp16 (n,); bits: bits per weight.
     proxy_error: tr(E^T H E) / tr(W^T H W) of the decoded weight under the undamped Hessian, dimensionless.
     fallback: no usable Hessian, so the plain squared error was minimised.
-    damping: the share of the mean diagonal that was added to the Hessian. scale: the global scale of the tiles.
+    damping: the share of the mean diagonal that was added to the Hessian.
+    scale: the global scale of the tiles.
     """
 
     trellis: Tensor

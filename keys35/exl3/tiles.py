@@ -56,7 +56,7 @@ def symbol_bits(bits: float) -> list[int]:
 
 @lru_cache
 def _stream_layout(bits: float, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Index arrays of the stream: for unpack word and shift; for pack position, overshoot, take; word order."""
+    """Index arrays of the stream: word, shift (unpack); position, overshoot, take (pack); word order."""
     new = torch.tensor(symbol_bits(bits))
     ends = new.cumsum(0)  # S(p)
     words = int(ends[-1]) // 16

@@ -1,0 +1,46 @@
+"""The tile encoders behind one interface; `auto` takes the GPU when there is one.
+
+A backend maps tiles to trellis states, nothing else, so everything above it is the same code on every device.
+"""
+
+import importlib
+from functools import lru_cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ...errors import EncodeError
+
+BACKENDS = {
+    "cpu": ("cpu", "CpuBackend"),
+    "cuda": ("cuda", "CudaBackend"),
+    "exllamav3": ("peer", "PeerBackend"),
+}
+
+
+class ViterbiBackend(Protocol):
+    """What a tile encoder offers: deterministic per tile, whatever the batch and the order."""
+
+    name: str
+
+    def encode_tiles(self, tiles: Tensor, bits: float) -> Tensor:
+        """float32 (T, 256) in ring order, at mul1's scale, to uint16 or int16 states (T, 256), same device."""
+        ...
+
+
+@lru_cache
+def get_backend(name: str = "auto") -> ViterbiBackend:
+    """Load a backend by name: `auto`, `cpu`, `cuda` or `exllamav3`.
+
+    Raises EncodeError when the name is unknown or what the backend needs is not installed.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name not in BACKENDS:
+        raise EncodeError(f"unknown encoder backend {name!r}; use auto, {', '.join(BACKENDS)}")
+    module, factory = BACKENDS[name]
+    try:
+        return getattr(importlib.import_module(f"{__name__}.{module}"), factory)()
+    except ImportError as error:
+        raise EncodeError(f"encoder backend {name!r} cannot run here ({error}); use auto or cpu") from error
