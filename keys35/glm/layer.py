@@ -1,0 +1,111 @@
+"""One decoder layer of glm_moe_dsa over whole sequences (design note glm-moe-dsa, section 1).
+
+The weights come from outside, so the same arithmetic serves a BF16 source, an EXL3 checkpoint and one rank's
+slice of it. `N` is a number of rows (tokens), `S` the rows of one sequence, `T` the keys it can look at.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from keys35.glm.attention import LayerCache, attention
+from keys35.glm.block import Block, LayerWeights, Observer, identity
+from keys35.glm.config import GlmConfig
+
+Linear = Callable[[Tensor], Tensor]
+
+
+@torch.no_grad()
+def decoder_layer(
+    config: GlmConfig,
+    layer: int,
+    weights: LayerWeights,
+    windows: Sequence[Tensor],
+    selections: Sequence[Tensor | None],
+    *,
+    observer: Observer | None = None,
+    caches: Sequence[LayerCache] | None = None,
+    reduce: Callable[[Tensor], Tensor] = identity,
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Run one layer over several sequences and return their new states and sparse selections.
+
+    windows: states (S, d), lengths may differ. selections: per window the previous layer's DSA selection,
+    bool (S, T), or None for "every earlier key". caches: one per window when decoding step by step. reduce:
+    sums the ranks' partial outputs, called once per window for attention and once for the MLP. Attention runs
+    window by window, the MLP over all rows at once, so each expert's weights are asked for only once.
+    """
+    block = Block(config, layer, weights, observer or Observer(), reduce)
+    states, chosen, places = [], [], []
+    for index, (x, selection) in enumerate(zip(windows, selections, strict=True)):
+        cache = caches[index] if caches else None
+        where = _places(index, cache.length if cache else 0, len(x))
+        h = block.norm("input_layernorm", x)
+        mixed, selection = attention(block, h, selection, where, cache)
+        states.append(x + mixed.to(x.dtype))
+        chosen.append(selection)
+        places.append(where)
+    rows = torch.cat(states)
+    h = block.norm("post_attention_layernorm", rows)
+    rows = rows + feed_forward(block, h, torch.cat(places)).to(rows.dtype)
+    return list(rows.split([len(x) for x in states])), chosen
+
+
+def _places(sequence: int, start: int, count: int) -> Tensor:
+    positions = torch.arange(start, start + count)
+    return torch.stack([torch.full_like(positions, sequence), positions], 1)
+
+
+def gated_mlp(x: Tensor, gate: Linear, up: Linear, down: Linear) -> Tensor:
+    """down(silu(gate(x)) * up(x)): a dense MLP, a shared expert or one routed expert, x (N, d)."""
+    return down(F.silu(gate(x)) * up(x))
+
+
+def route(config: GlmConfig, weights: LayerWeights, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Choose the experts of each row: ids int64 (N, k) and float32 weights (N, k).
+
+    The correction bias decides who is chosen and never touches the weights; all of it is float32, because in
+    BF16 the bias collapses to a handful of values.
+    """
+    scores = F.linear(rows.float(), weights.tensor("mlp.gate.weight").float()).sigmoid()
+    bias = weights.tensor("mlp.gate.e_score_correction_bias").float()
+    ids = (scores + bias).topk(config.num_experts_per_tok, dim=-1).indices
+    chosen = scores.gather(1, ids)
+    return ids, chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * config.routed_scaling_factor
+
+
+def feed_forward(block: Block, rows: Tensor, where: Tensor) -> Tensor:
+    """The dense MLP, or routed experts plus shared expert, of normalised rows (N, d); float32 (N, d)."""
+    if not block.config.is_moe(block.layer):
+        return block.reduce(_watched_mlp(block, "mlp", rows, where).float())
+    ids, weights = route(block.config, block.weights, rows)
+    routed = _routed_experts(block, rows, ids, weights)
+    block.observer.moe(block.layer, rows, ids, weights, routed, where)
+    shared = _watched_mlp(block, "mlp.shared_experts", rows, where)
+    return block.reduce(routed + shared.float())
+
+
+def _watched_mlp(block: Block, prefix: str, rows: Tensor, where: Tensor) -> Tensor:
+    gate, up, down = (f"{prefix}.{leaf}_proj" for leaf in ("gate", "up", "down"))
+
+    def watched_down(hidden: Tensor) -> Tensor:
+        block.seen([down], hidden, where)
+        return block.linear(down, hidden)
+
+    block.seen([gate, up], rows, where)
+    return gated_mlp(rows, lambda x: block.linear(gate, x), lambda x: block.linear(up, x), watched_down)
+
+
+def _routed_experts(block: Block, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """Sum of weight * expert output in float32; experts in ascending order, so that sums repeat exactly."""
+    total = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
+    for expert in ids.unique().tolist():
+        token, slot = (ids == expert).nonzero(as_tuple=True)
+        linears = [
+            lambda x, module=f"mlp.experts.{expert}.{leaf}_proj": block.linear(module, x)
+            for leaf in ("gate", "up", "down")
+        ]
+        output = gated_mlp(rows[token], *linears)
+        total[token] += output.float() * weights[token, slot, None]
+    return total

@@ -1,0 +1,135 @@
+"""Weights read from a checkpoint on demand: BF16 or EXL3, whole or one rank's share of them."""
+
+from collections import Counter
+from collections.abc import Mapping
+from enum import StrEnum
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from keys35.exl3.linear import decode_weight
+from keys35.files.source import ShardedSource
+from keys35.glm.block import LayerWeights
+from keys35.glm.config import GlmConfig
+from keys35.glm.names import TensorRule, census, exl3_parts, rank_range, split_axis
+
+
+class Keep(StrEnum):
+    """What a layer keeps in memory after use.
+
+    DENSE: everything decoded except routed experts, right for one streamed pass. ALL: those too. PACKED:
+    every stored part as it is on disk, decoded again at each use, right for many passes over a large model.
+    """
+
+    DENSE = "dense"
+    ALL = "all"
+    PACKED = "packed"
+
+
+class WeightStore:
+    """All weights of a checkpoint for one rank of `tp`; reads only that rank's bytes.
+
+    A linear is EXL3 when its trellis exists and plain otherwise, so a source, an output and a mixture load
+    alike. `read` counts bytes by role and by "sharded" or "replicated". Values come in `dtype` on `device`,
+    except the router's correction bias, which stays float32.
+    """
+
+    def __init__(
+        self,
+        source: ShardedSource,
+        config: GlmConfig,
+        *,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype = torch.float32,
+        tp: int = 1,
+        rank: int = 0,
+    ) -> None:
+        self.source, self.config, self.rules = source, config, census(config)
+        self.device, self.dtype = torch.device(device), dtype
+        self.tp, self.rank = tp, rank
+        self.read: Counter[str] = Counter()
+
+    def layer(self, layer: int, keep: Keep = Keep.DENSE) -> "StoredLayer":
+        """The weights of one layer, loaded when first asked for."""
+        return StoredLayer(self, layer, keep)
+
+    def tensor(self, name: str) -> Tensor:
+        """A carried tensor (or a plain linear's weight), this rank's rows or columns of it."""
+        return self.unpack(self.rules[name], self.stored(self.rules[name]))
+
+    def stored(self, rule: TensorRule) -> dict[str, Tensor]:
+        """The parts of a tensor as they lie on disk: {"weight": ...} or an EXL3 linear's parts."""
+        parts = {part: name for part, name in exl3_parts(rule.module).items() if name in self.source.tensors}
+        if not (rule.quantized and "trellis" in parts):
+            name = rule.name if rule.name in self.source.tensors else rule.source
+            return {"weight": self._read(rule, "weight", name)}
+        return {part: self._read(rule, part, name) for part, name in parts.items()}
+
+    def unpack(self, rule: TensorRule, parts: Mapping[str, Tensor]) -> Tensor:
+        """Stored parts as a usable tensor; linears come (out, in), without padding."""
+        if "weight" in parts:
+            weight = parts["weight"]
+            return weight.float() if "F32" in rule.dtypes else weight.to(self.dtype)
+        codebook = "mul1" if "mul1" in parts else "3inst"
+        weight = decode_weight(parts["trellis"], parts["suh"], parts["svh"], codebook)
+        return weight[: rule.in_features, : rule.out_features].T.to(self.dtype)
+
+    def _read(self, rule: TensorRule, part: str, name: str) -> Tensor:
+        axis, before = split_axis(rule, part), self.source.bytes_read
+        if axis is None or self.tp == 1:
+            value = self.source.read(name)
+        else:
+            size = self.source.tensors[name].entry.shape[axis]
+            value = self.source.read_slice(name, axis, *rank_range(size, self.tp, self.rank))
+        count = self.source.bytes_read - before
+        self.read[rule.role] += count
+        self.read["replicated" if axis is None else "sharded"] += count
+        return value.to(self.device)
+
+
+class StoredLayer:
+    """One layer of a WeightStore, in the form `decoder_layer` takes."""
+
+    def __init__(self, store: WeightStore, layer: int, keep: Keep) -> None:
+        self._store, self._prefix, self._keep = store, f"model.layers.{layer}", keep
+        self._ready: dict[str, Tensor] = {}
+        self._packed: dict[str, dict[str, Tensor]] = {}
+
+    def tensor(self, name: str) -> Tensor:
+        return self._value(f"{self._prefix}.{name}")
+
+    def linear(self, module: str, x: Tensor) -> Tensor:
+        return F.linear(x, self._value(f"{self._prefix}.{module}.weight"))
+
+    def load(self) -> None:
+        """Read everything now, for a layer that is to stay in memory."""
+        for rule in self._store.rules.values():
+            if rule.name.startswith(self._prefix + "."):
+                self._value(rule.name)
+
+    def _value(self, name: str) -> Tensor:
+        if name in self._ready:
+            return self._ready[name]
+        rule = self._store.rules[name]
+        parts = self._packed.get(name) or self._store.stored(rule)
+        value = self._store.unpack(rule, parts)
+        if self._keep is Keep.PACKED and "trellis" in parts:
+            self._packed[name] = parts
+        elif rule.expert is None or self._keep is not Keep.DENSE:
+            self._ready[name] = value
+        return value
+
+
+class Overlay:
+    """A layer with other matrices (in, out) for the named linears, say another width of some experts."""
+
+    def __init__(self, base: LayerWeights, matrices: Mapping[str, Tensor]) -> None:
+        self._base, self._matrices = base, matrices
+
+    def tensor(self, name: str) -> Tensor:
+        return self._base.tensor(name)
+
+    def linear(self, module: str, x: Tensor) -> Tensor:
+        matrix = self._matrices.get(module)
+        return self._base.linear(module, x) if matrix is None else x @ matrix
