@@ -124,14 +124,16 @@ class Workdir:
     def log(self, event: str, **fields: Any) -> None:
         """Append one JSON line with the UTC time to the directory's log."""
         line = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **fields}
-        with open(self.root / LOG_FILE, "a") as file:
-            file.write(json.dumps(line) + "\n")
+        with open(self.root / LOG_FILE, "ab+") as file:
+            if file.seek(0, os.SEEK_END) and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
+                file.write(b"\n")  # a kill cut the last line short: do not write onto it
+            file.write((json.dumps(line) + "\n").encode())
 
     def events(self) -> list[dict[str, Any]]:
-        """All lines of the log; a last line that a kill cut short is left out."""
+        """All lines of the log, except those that a kill cut short."""
         path = self.root / LOG_FILE
-        lines = path.read_text().split("\n")[:-1] if path.exists() else []
-        return [json.loads(line) for line in lines]
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("}")]
 
     def _receipt_path(self, unit: str) -> Path:
         path = self.path(RECEIPTS, unit)
