@@ -25,7 +25,7 @@ class ViterbiBackend(Protocol):
     name: str
 
     def encode_tiles(self, tiles: Tensor, bits: float) -> Tensor:
-        """float32 (T, 256) in ring order, at mul1's scale, to uint16 or int16 states (T, 256), same device."""
+        """float32 (T, 256) in ring order, at mul1's scale, to uint16 or int16 states (T, 256)."""
         ...
 
 

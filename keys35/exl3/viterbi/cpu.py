@@ -83,7 +83,7 @@ def _fma(typing, a, b, c):  # noqa: ANN001, ANN202
 
 @njit
 def _row(node, j_bits):  # noqa: ANN001, ANN202
-    """Where a node's costs lie. A spare row after every block of j spreads the k blocks over the cache sets."""
+    """Where a node's costs lie; a spare row after every block of j spreads the k blocks over the cache."""
     return node + (node >> j_bits if j_bits >= 3 else 0)
 
 

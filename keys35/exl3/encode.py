@@ -1,0 +1,217 @@
+"""Encode weights to EXL3: what every other room calls.
+
+Work is shared where it may be (a Hessian by the jobs that name it, a rotated weight by its widths) and never
+leaks: the bytes of a job depend on its weight, its Hessian, the names of both, the options and the seed, not
+on its company.
+"""
+
+import hashlib
+import itertools
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import EncodeError
+from .codebook import codebook_table
+from .hadamard import BLOCK
+from .hessian import HessianFactor, factor_hessian, usable_hessian
+from .ldlq import ldlq
+from .linear import EncodedLinear
+from .refit import Target, refit
+from .scale import Regularised, regularise, to_half
+from .tiles import from_ring, pack, symbol_bits
+from .viterbi import get_backend
+
+log = logging.getLogger(__name__)
+
+LARGEST_WEIGHT = 2.0**26
+
+
+@dataclass(frozen=True)
+class EncodeOptions:
+    """How to encode.
+
+    backend: which tile encoder, see `viterbi.get_backend`.
+    sigma_reg: damping of the Hessian, as a share of its mean diagonal.
+    refit_rounds: rounds of scale refitting.
+    out_power, in_power: see `scale.regularise`.
+    scaled_metric: put the row scales into the Hessian of the rounding, one factorisation per weight.
+    stack_elements: weights that advance together through LDLQ at most; bounds memory, changes no byte.
+    """
+
+    backend: str = "auto"
+    sigma_reg: float = 0.025
+    refit_rounds: int = 2
+    out_power: float = 0.5
+    in_power: float = 0.5
+    scaled_metric: bool = True
+    stack_elements: int = 1 << 28
+
+
+@dataclass(frozen=True)
+class LinearJob:
+    """One linear layer: its name, its weight (in, out), not padded, and the key of its Hessian, if any."""
+
+    name: str
+    weight: Tensor
+    hessian: str | None
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A job with everything its widths share."""
+
+    job: LinearJob
+    target: Target
+    split: Regularised
+    factor: HessianFactor
+
+
+def encode_group(
+    jobs: Sequence[LinearJob],
+    hessians: Mapping[str, Tensor],
+    widths: Sequence[float],
+    options: EncodeOptions,
+    seed: int,
+) -> dict[tuple[str, float], EncodedLinear]:
+    """Encode every job at every width; the result is keyed by (job name, width).
+
+    A Hessian is the mean of x x^T over the inputs of the layer, (in, in), float32. Raises EncodeError for
+    weights or widths that cannot be encoded and for a Hessian that is missing or of another size.
+    """
+    for bits in widths:
+        symbol_bits(bits)  # refuses a width that EXL3 does not have
+    for job in jobs:
+        _check(job, hessians)
+    results = {}
+    with torch.inference_mode(), _full_float32():
+        for stack in _stacks(jobs, options.stack_elements):
+            padded = _padded_hessians(stack, hessians)
+            prepared = [_prepare(job, padded, options, seed) for job in stack]
+            for bits in widths:
+                results.update(_encode_stack(prepared, float(bits), options))
+    return results
+
+
+def sign_vector(seed: int, name: str, size: int, device: torch.device) -> Tensor:
+    """Random signs, float32 (size,), that depend on the seed and the name alone."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+    return (torch.randint(0, 2, (size,), generator=generator) * 2.0 - 1.0).to(device)
+
+
+@contextmanager
+def _full_float32() -> Iterator[None]:
+    """Keep TF32 and its like out of matrix products."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _check(job: LinearJob, hessians: Mapping[str, Tensor]) -> None:
+    if job.weight.ndim != 2 or 0 in job.weight.shape:
+        raise EncodeError(f"{job.name}: a weight must be a matrix, found shape {tuple(job.weight.shape)}")
+    broken = ~torch.isfinite(job.weight)
+    if bool(broken.any()):
+        row, column = (int(i) for i in broken.nonzero()[0])
+        value = float(job.weight[row, column])
+        raise EncodeError(
+            f"{job.name}: {int(broken.sum())} of {job.weight.numel()} weights are not finite, the first is "
+            f"{value} at input {row}, output {column}; the source checkpoint is damaged, fetch it again"
+        )
+    largest = float(job.weight.abs().max())
+    if largest > LARGEST_WEIGHT:
+        raise EncodeError(
+            f"{job.name}: the largest weight is {largest:.3g}, beyond what fp16 scales hold ({LARGEST_WEIGHT:.3g})"
+        )
+    if job.hessian is None:
+        return
+    if job.hessian not in hessians:
+        raise EncodeError(f"{job.name}: there is no Hessian {job.hessian!r}; or encode with hessian=None")
+    shape, k = tuple(hessians[job.hessian].shape), job.weight.shape[0]
+    if shape != (k, k):
+        raise EncodeError(f"{job.name}: Hessian {job.hessian!r} has shape {shape}, the weight has {k} inputs")
+
+
+def _padded_shape(weight: Tensor) -> tuple[int, int]:
+    k, n = (-(-size // BLOCK) * BLOCK for size in weight.shape)
+    return k, n
+
+
+def _pad(matrix: Tensor, shape: tuple[int, int]) -> Tensor:
+    padded = torch.zeros(shape, device=matrix.device)
+    padded[: matrix.shape[0], : matrix.shape[1]] = matrix
+    return padded
+
+
+def _stacks(jobs: Sequence[LinearJob], elements: int) -> Iterator[list[LinearJob]]:
+    """Group jobs of one padded shape and device, in stacks of at most `elements` weights."""
+
+    def key(job: LinearJob) -> tuple[int, int, str]:
+        return *_padded_shape(job.weight), str(job.weight.device)
+
+    for (k, n, _), group in itertools.groupby(sorted(jobs, key=key), key):
+        alike, most = list(group), max(1, elements // (k * n))
+        yield from (alike[i : i + most] for i in range(0, len(alike), most))
+
+
+def _padded_hessians(jobs: Iterable[LinearJob], hessians: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+    padded: dict[str, Tensor | None] = {}
+    for job in jobs:
+        if job.hessian is not None and job.hessian not in padded:
+            usable = usable_hessian(hessians[job.hessian].to(job.weight.device))
+            size = _padded_shape(job.weight)[0]
+            padded[job.hessian] = None if usable is None else _pad(usable, (size, size))
+    return padded
+
+
+def _prepare(
+    job: LinearJob, hessians: Mapping[str, Tensor | None], options: EncodeOptions, seed: int
+) -> _Prepared:
+    weight = _pad(job.weight, _padded_shape(job.weight))
+    k, n = weight.shape
+    signs_in = sign_vector(seed, f"in/{job.hessian or job.name}", k, weight.device)
+    signs_out = sign_vector(seed, f"out/{job.name}", n, weight.device)
+    split = regularise(weight, signs_in, signs_out, options.out_power, options.in_power)
+    hessian = hessians.get(job.hessian) if job.hessian else None
+    factor = factor_hessian(hessian, split.su if options.scaled_metric else signs_in, options.sigma_reg)
+    if factor.fallback:
+        log.warning("%s: no usable Hessian, encoded for the least squared error", job.name)
+        hessian = torch.eye(k, device=weight.device)
+    target = Target.of(weight, split.exponent, hessian, options.sigma_reg)
+    return _Prepared(job, target, split, factor)
+
+
+def _encode_stack(
+    prepared: Sequence[_Prepared], bits: float, options: EncodeOptions
+) -> dict[tuple[str, float], EncodedLinear]:
+    weights = torch.stack([item.split.rotated for item in prepared])
+    feedbacks = [item.factor.feedback for item in prepared]
+    states, scales = ldlq(weights, feedbacks, bits, get_backend(options.backend))
+    return {
+        (item.job.name, bits): _finish(item, states[i], scales[i], bits, options.refit_rounds)
+        for i, item in enumerate(prepared)
+    }
+
+
+def _finish(item: _Prepared, states: Tensor, scales: Tensor, bits: float, rounds: int) -> EncodedLinear:
+    split = item.split
+    rotated = from_ring(codebook_table("mul1", str(states.device))[states.int() & 0xFFFF])
+    su = split.su / scales.repeat_interleave(BLOCK)
+    suh, svh, error = refit(item.target, rotated, *to_half(su, split.sv, split.exponent), rounds)
+    return EncodedLinear(
+        trellis=pack(states, bits),
+        suh=suh,
+        svh=svh,
+        bits=bits,
+        proxy_error=float(error),
+        fallback=item.factor.fallback,
+        damping=item.factor.damping,
+    )

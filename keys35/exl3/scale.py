@@ -1,0 +1,89 @@
+"""Scales: of the output columns, of the input rows, and of the tiles (format notes 2.3 to 2.5)."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .hadamard import rotate_in, rotate_out
+
+_TILE_SCALE = {
+    **{1.0: 1.12, 1.5: 1.06, 2.0: 1.00, 2.5: 0.96, 3.0: 0.92, 3.5: 0.92},
+    **{4.0: 0.92, 5.0: 0.88, 6.0: 0.84, 7.0: 0.82, 8.0: 0.80},
+}
+"""The scale at which mul1 codes unit Gaussian tiles best; rotated tiles are nearly Gaussian."""
+
+_SMALLEST = 2.0**-24  # the least positive fp16
+
+
+def tile_scale(span: Tensor, bits: float) -> Tensor:
+    """The factor that brings float32 rows (r, n) to the scale that codes best; 1 for rows of zeros."""
+    rms = span.square().mean().sqrt()
+    return torch.where(rms > 0, _TILE_SCALE[bits] / rms, torch.ones_like(rms))
+
+
+@dataclass(frozen=True)
+class Regularised:
+    """A weight written as 2^exponent diag(su) Hk rotated Hn diag(sv).
+
+    rotated: float32 (k, n); su: (k,), 0 for zero rows; sv: (n,), 0 for zero columns; exponent: int32 ().
+    """
+
+    rotated: Tensor
+    su: Tensor
+    sv: Tensor
+    exponent: Tensor
+
+
+def _rms(x: Tensor, dim: int) -> Tensor:
+    """Root mean square that neither overflows nor underflows."""
+    peak = x.abs().amax(dim, keepdim=True)
+    safe = torch.where(peak > 0, peak, torch.ones_like(peak))
+    return ((x / safe).square().mean(dim, keepdim=True).sqrt() * peak).squeeze(dim)
+
+
+def _inverse(x: Tensor) -> Tensor:
+    """1 / x, and 0 where x is 0."""
+    return torch.where(x != 0, 1 / x, torch.zeros_like(x))
+
+
+def _unit_mean(x: Tensor) -> Tensor:
+    """Divide by the mean of the entries that are not zero."""
+    return x / (x.sum() / (x > 0).sum().clamp(min=1)).clamp(min=1e-30)
+
+
+def regularise(
+    weight: Tensor, signs_in: Tensor, signs_out: Tensor, out_power: float, in_power: float
+) -> Regularised:
+    """Even out columns and rows, then rotate, so that tiles look like Gaussian noise.
+
+    Shapes: weight float32 (k, n), finite; signs (k,) and (n,). A column is divided by its RMS to the
+    `out_power`, a row by its RMS to the `in_power`: at 1 every column is coded with the same relative error, at 0 with the
+    same absolute error, and at 1/2 the sum of squared errors is least.
+    """
+    exponent = torch.frexp(weight.abs().max()).exponent
+    weight = torch.ldexp(weight, -exponent)
+    sv = signs_out * _unit_mean(_rms(weight, 0).pow(out_power))
+    sv = torch.where(_rms(weight, 0) > 0, sv, torch.zeros_like(sv))
+    weight = rotate_out(weight * _inverse(sv))
+    rows = _rms(weight, 1)
+    su = torch.where(rows > 0, signs_in * rows.pow(in_power), torch.zeros_like(rows))
+    return Regularised(rotate_in(weight * _inverse(su)[:, None]), su, sv, exponent)
+
+
+def to_half(su: Tensor, sv: Tensor, exponent: Tensor) -> tuple[Tensor, Tensor]:
+    """Round 2^exponent su sv to fp16, moving a power of two from one to the other so that both stay normal.
+
+    Entries that were not zero stay so in sv: a reader takes svh = 0 for a column that does not exist.
+    """
+    size_u = torch.frexp(_rms(su, 0)).exponent
+    size_v = torch.frexp(_rms(sv, 0)).exponent
+    total = size_u + size_v + exponent
+    # su where activations like it, unless sv would then leave the range of fp16
+    target = torch.clamp(total - size_v, -8, 2)
+    target = torch.maximum(torch.minimum(target, total + 12), total - 12)
+    target = torch.where(total < -20, torch.div(total, 2, rounding_mode="floor"), target)
+    suh = torch.ldexp(su, target - size_u).half()
+    svh = torch.ldexp(sv, total - target - size_v)
+    tiny = (svh != 0) & (svh.abs() < _SMALLEST)
+    return suh, torch.where(tiny, torch.copysign(torch.full_like(svh, _SMALLEST), svh), svh).half()
