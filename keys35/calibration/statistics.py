@@ -1,0 +1,128 @@
+"""What one layer's calibration pass leaves behind: Hessians of its linears' inputs, and its MoE rows."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from keys35.glm.block import Observer
+
+from keys35.recipe import Calibration
+
+SHARED_INPUT = "mlp.shared_experts.gate_proj"  # sees every token, as the routed experts' common input does
+ALL_TOKEN_ROWS = 4096
+
+
+@dataclass(frozen=True)
+class MoeRows:
+    """Inputs and routing of one MoE layer. x (T, d) float32; expert_ids, weights (T, k); rows are in window order."""
+
+    x: Tensor
+    expert_ids: Tensor
+    weights: Tensor
+
+    def of(self, expert: int) -> tuple[Tensor, Tensor]:
+        """Indices (n,) of the rows routed to an expert, and the router weight (n,) its output gets there."""
+        row, slot = torch.nonzero(self.expert_ids == expert, as_tuple=True)
+        return row, self.weights[row, slot]
+
+    def tensors(self, prefix: str) -> dict[str, Tensor]:
+        """The rows as named tensors for the work directory."""
+        ids = self.expert_ids.to(torch.int32)
+        return {f"{prefix}.x": self.x, f"{prefix}.expert_ids": ids, f"{prefix}.weights": self.weights}
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor], prefix: str) -> "MoeRows":
+        """The inverse of `tensors`."""
+        ids = tensors[f"{prefix}.expert_ids"].long()
+        return cls(tensors[f"{prefix}.x"], ids, tensors[f"{prefix}.weights"])
+
+
+class Capture(Observer):
+    """Watches one layer's forward pass: sums x^T x per distinct input and keeps the MoE rows.
+
+    Hessians are keyed by the first module (without "model.layers.N.") of those that share an input.
+    """
+
+    def __init__(self, want_hessians: bool):
+        self._want_hessians = want_hessians
+        self._sums: dict[str, Tensor] = {}
+        self._counts: dict[str, int] = {}
+        self._moe: list[MoeRows] = []
+        self.carrier: dict[str, str] = {}
+
+    def linear_input(self, modules: tuple[str, ...], rows: Tensor, where: Tensor) -> None:
+        """All `modules` take these rows (n, in_features); the first one carries the Hessian for all."""
+        if not self._want_hessians:
+            return
+        names = [module.split(".", 3)[3] for module in modules]
+        rows = rows.float()
+        product = rows.T @ rows
+        key = names[0]
+        self._sums[key] = self._sums[key] + product if key in self._sums else product
+        self._counts[key] = self._counts.get(key, 0) + rows.shape[0]
+        self.carrier.update(dict.fromkeys(names, key))
+
+    def moe(
+        self, layer: int, rows: Tensor, expert_ids: Tensor, expert_weights: Tensor, routed: Tensor, where: Tensor
+    ) -> None:
+        """A run of windows: MoE input (n, d), choice (n, k) and router weights (n, k), in (sequence, position) order."""
+        self._moe.append(MoeRows(rows.float(), expert_ids, expert_weights.float()))
+
+    def hessians(self) -> dict[str, Tensor]:
+        """Mean x^T x per distinct input, keyed by its first linear; float32 (in, in)."""
+        return {key: total / self._counts[key] for key, total in self._sums.items()}
+
+    def moe_rows(self) -> MoeRows | None:
+        """All windows' rows in order, None for a dense layer."""
+        if not self._moe:
+            return None
+        parts = [(m.x, m.expert_ids, m.weights) for m in self._moe]
+        return MoeRows(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+@dataclass(frozen=True)
+class ExpertHessians:
+    """Mean input Hessians of one expert: `gate_up` (d, d) and `down` (f, f), with the rows behind them."""
+
+    gate_up: Tensor
+    down: Tensor
+    rows: int
+    shrink: float
+
+
+def expert_hessians(
+    rows: MoeRows, layer_hessian: Tensor, expert: int, gate: Tensor, up: Tensor, choice: Calibration
+) -> ExpertHessians:
+    """Hessians of one routed expert under the recipe's choice; gate and up are (in, out) float32.
+
+    The mixture leans on the layer's all-token statistics by at least `choice.shrink`, and by more when the expert
+    has fewer rows than input features; with no rows it is all of it.
+    """
+    index, router = rows.of(expert)
+    sample = rows.x[:: max(1, rows.x.shape[0] // ALL_TOKEN_ROWS)]
+    inner_all = _mean_outer(_inner(sample, gate, up), None)
+    if choice.hessian == "all":
+        return ExpertHessians(layer_hessian, inner_all, len(index), 1.0)
+    weight = router.square() if choice.hessian == "weighted" else torch.ones_like(router)
+    x = rows.x[index]
+    d, f = gate.shape
+    share = [max(choice.shrink, width / (width + len(index))) for width in (d, f)]
+    if not len(index) or not weight.sum() > 0:
+        return ExpertHessians(layer_hessian, inner_all, len(index), 1.0)
+    own = _mean_outer(x, weight), _mean_outer(_inner(x, gate, up), weight)
+    gate_up = own[0].lerp(layer_hessian, share[0])
+    down = own[1].lerp(inner_all, share[1])
+    return ExpertHessians(gate_up, down, len(index), share[0])
+
+
+def _inner(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    """What the down projection sees: silu(x gate) * (x up)."""
+    return torch.nn.functional.silu(x @ gate) * (x @ up)
+
+
+def _mean_outer(x: Tensor, weight: Tensor | None) -> Tensor:
+    """Mean of x x^T over rows, weighted when a weight per row is given."""
+    if weight is None:
+        return x.T @ x / x.shape[0]
+    return x.T @ (x * weight[:, None]) / weight.sum()

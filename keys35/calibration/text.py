@@ -1,0 +1,129 @@
+"""Calibration sets: which files, cut into which documents, in which proportion by domain."""
+
+import hashlib
+import importlib.util
+import json
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from keys35.errors import RecipeError
+from keys35.recipe import resource_dir
+
+CHUNK_CHARACTERS = 8000
+
+
+@dataclass(frozen=True)
+class Domain:
+    """One kind of text: its share of the windows, its files and how they fall into documents."""
+
+    name: str
+    share: float
+    files: tuple[Path, ...]
+    documents: str
+
+
+@dataclass(frozen=True)
+class TextSet:
+    """A named, versioned mix of domains; `digest` covers its definition and every byte it reads."""
+
+    name: str
+    version: int
+    domains: tuple[Domain, ...]
+    digest: str
+
+
+def load_text_set(name: str) -> TextSet:
+    """A set by its shipped name or a TOML path; raises RecipeError for a missing set, file or key."""
+    path = _find_set(name)
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        domains = tuple(_domain(entry, path.parent) for entry in raw["domain"])
+        version = int(raw["version"])
+    except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError) as error:
+        raise RecipeError(f"calibration set {path}: {error!r}; see calibration/demo.toml for the form") from None
+    if len({d.name for d in domains}) != len(domains) or not domains:
+        raise RecipeError(f"calibration set {path}: needs at least one [[domain]], each with a name of its own")
+    digest = hashlib.sha256(path.read_bytes())
+    for domain in domains:
+        for file in domain.files:
+            digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return TextSet(path.stem, version, domains, digest.hexdigest())
+
+
+def documents(domain: Domain) -> Iterator[str]:
+    """The domain's documents in file order, none of them blank."""
+    for file in domain.files:
+        text = file.read_text(encoding="utf-8")
+        parts = _json_lines(text, file) if file.suffix == ".jsonl" else _cut(text, domain.documents)
+        yield from (part for part in parts if part.strip())
+
+
+def _find_set(name: str) -> Path:
+    shipped = resource_dir("calibration_sets", "calibration")
+    for path in (Path(name), shipped / f"{name}.toml"):
+        if path.suffix == ".toml" and path.is_file():
+            return path
+    names = ", ".join(sorted(p.stem for p in shipped.glob("*.toml")))
+    raise RecipeError(f"no calibration set '{name}'. Give a TOML file or one of the shipped names: {names}")
+
+
+def _domain(entry: dict, base: Path) -> Domain:
+    unknown = set(entry) - {"name", "share", "files", "documents"}
+    if unknown:
+        raise ValueError(f"unknown key {sorted(unknown)} in a [[domain]]")
+    share = float(entry["share"])
+    if not share > 0:
+        raise ValueError(f"domain {entry['name']}: share must be above 0")
+    return Domain(entry["name"], share, tuple(_locate(f, base) for f in entry["files"]), entry["documents"])
+
+
+def _locate(reference: str, base: Path) -> Path:
+    """`demo:` names the bundled text, `exllamav3:` that wheel's text files (found, never imported)."""
+    if reference.startswith("demo:"):
+        path = Path(str(files("keys35"))) / "demo" / "text" / reference.removeprefix("demo:")
+    elif reference.startswith("exllamav3:"):
+        spec = importlib.util.find_spec("exllamav3")
+        if spec is None or not spec.submodule_search_locations:
+            raise RecipeError(f"'{reference}' needs exllamav3's text files: pip install exllamav3")
+        root = Path(spec.submodule_search_locations[0]) / "conversion" / "standard_cal_data"
+        path = root / reference.removeprefix("exllamav3:")
+    else:
+        path = base / reference
+    if not path.is_file():
+        raise RecipeError(f"calibration text '{reference}' is not a file (looked at {path})")
+    return path
+
+
+def _cut(text: str, how: str) -> Iterator[str]:
+    if how == "line":
+        yield from text.splitlines()
+    elif how == "chunk":
+        yield from _chunks(text)
+    else:
+        yield from text.split(how)
+
+
+def _chunks(text: str) -> Iterator[str]:
+    """Runs of whole lines of about CHUNK_CHARACTERS, for text without document marks."""
+    run: list[str] = []
+    size = 0
+    for line in text.splitlines(keepends=True):
+        run.append(line)
+        size += len(line)
+        if size >= CHUNK_CHARACTERS:
+            yield "".join(run)
+            run, size = [], 0
+    yield "".join(run)
+
+
+def _json_lines(text: str, file: Path) -> Iterator[str]:
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            yield json.loads(line)["text"]
+        except (json.JSONDecodeError, KeyError, TypeError):
+            raise RecipeError(f'{file} line {number}: expected a JSON object with a "text" key') from None

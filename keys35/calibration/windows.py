@@ -1,0 +1,122 @@
+"""Documents -> tokens -> windows, split by document so that no text serves two purposes."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+
+from keys35.calibration.text import Domain, TextSet, documents
+from keys35.errors import PlanError, ResumeError, SourceError
+from keys35.files.atomic import load_tensors, read_json, save_tensors, write_json
+
+SELECTION_SHARE = 4  # one document in four is held out for selection
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Token windows without padding. tokens (N, W) int64; domain (N,) index into `domains`."""
+
+    tokens: torch.Tensor
+    domain: torch.Tensor
+    domains: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return self.tokens.shape[0]
+
+    def head(self, count: int) -> "Windows":
+        """About `count` windows, the same number from each domain's start."""
+        share = max(1, count // len(self.domains))
+        rows = [torch.nonzero(self.domain == d).flatten()[:share] for d in range(len(self.domains))]
+        keep = torch.cat(rows)
+        return Windows(self.tokens[keep], self.domain[keep], self.domains)
+
+
+class WindowMaker:
+    """Cuts a text set into windows with the checkpoint's own tokenizer."""
+
+    def __init__(self, tokenizer_file: Path, end_of_document: int, window: int, seed: int):
+        if not tokenizer_file.is_file():
+            raise SourceError(f"{tokenizer_file} is missing: calibration needs the checkpoint's tokenizer.json")
+        self.tokenizer_sha256 = hashlib.sha256(tokenizer_file.read_bytes()).hexdigest()
+        self._tokenizer = Tokenizer.from_file(str(tokenizer_file))
+        self._end = end_of_document
+        self._window = window
+        self._seed = seed
+        marks = [self._tokenizer.token_to_id(mark) for mark in ("[gMASK]", "<sop>")]
+        self._prefix = [] if None in marks else marks  # GLM's document start; other tokenizers have none
+
+    def make(self, text: TextSet, counts: Sequence[int], split: str | None) -> Windows:
+        """`counts[d]` windows of domain d from the documents of `split` ("fit", "selection", None: all).
+
+        Raises PlanError when a domain has too little text.
+        """
+        tokens, domain = [], []
+        for index, (item, count) in enumerate(zip(text.domains, counts, strict=True)):
+            rows = self._domain_windows(item, count, split)
+            tokens.append(rows)
+            domain += [index] * count
+        names = tuple(d.name for d in text.domains)
+        return Windows(torch.from_numpy(np.concatenate(tokens)), torch.tensor(domain), names)
+
+    def _domain_windows(self, domain: Domain, count: int, split: str | None) -> np.ndarray:
+        stream: list[int] = []
+        texts = [d for d in documents(domain) if split is None or _split_of(d) == split]
+        for encoding in self._tokenizer.encode_batch(texts, add_special_tokens=False):
+            stream += [*self._prefix, *encoding.ids, self._end]
+        available = len(stream) // self._window
+        if available < count:
+            purpose = f"{split} windows" if split else "panel windows"
+            raise PlanError(
+                f"domain '{domain.name}' has text for {available} {purpose} of {self._window} tokens, "
+                f"{count} asked: add text to the set, or lower the recipe's number or length of windows"
+            )
+        rows = np.array(stream[: available * self._window], dtype=np.int64).reshape(available, self._window)
+        order = np.random.default_rng([self._seed, len(domain.name)]).permutation(available)[:count]
+        return rows[np.sort(order)]
+
+
+def shares(text: TextSet, total: int) -> list[int]:
+    """`total` windows divided by the domains' shares, at least one each, largest remainders first."""
+    weights = np.array([d.share for d in text.domains])
+    ideal = weights / weights.sum() * total
+    counts = np.maximum(1, np.floor(ideal)).astype(int)
+    for index in np.argsort(-(ideal - np.floor(ideal)), kind="stable"):
+        if counts.sum() < total:
+            counts[index] += 1
+    return counts.tolist()
+
+
+def save_windows(path: Path, windows: Windows, tokenizer_sha256: str) -> list[Path]:
+    """Seal windows on disk with the tokenizer's hash and every row's first tokens; returns the files."""
+    tensors = {"tokens": windows.tokens.to(torch.int32), "domain": windows.domain.to(torch.int32)}
+    save_tensors(path.with_suffix(".safetensors"), tensors, None)
+    facts = {
+        "domains": list(windows.domains),
+        "tokenizer_sha256": tokenizer_sha256,
+        "first_tokens": windows.tokens[:, :8].tolist(),
+    }
+    write_json(path.with_suffix(".json"), facts)
+    return [path.with_suffix(".safetensors"), path.with_suffix(".json")]
+
+
+def load_windows(path: Path, tokenizer_sha256: str) -> Windows:
+    """Read sealed windows back; raises ResumeError if another tokenizer made them."""
+    facts = read_json(path.with_suffix(".json"))
+    if facts["tokenizer_sha256"] != tokenizer_sha256:
+        raise ResumeError(
+            f"{path}: these token ids were made by another tokenizer "
+            f"({facts['tokenizer_sha256'][:12]}..., the checkpoint has {tokenizer_sha256[:12]}...). "
+            "Use a new work directory."
+        )
+    tensors = load_tensors(path.with_suffix(".safetensors"))
+    return Windows(tensors["tokens"].long(), tensors["domain"].long(), tuple(facts["domains"]))
+
+
+def _split_of(document: str) -> str:
+    """The same document always falls on the same side, whatever else is in the set."""
+    digest = hashlib.sha256(document.encode()).digest()
+    return "selection" if digest[0] % SELECTION_SHARE == 0 else "fit"

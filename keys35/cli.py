@@ -1,0 +1,199 @@
+"""The terminal: parse, call a stage, print. Nothing else lives here."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from keys35 import __version__
+from keys35.errors import ContractError, Keys35Error
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Turn a very large mixture-of-experts checkpoint into a small EXL3 one, and prove what it lost.",
+)
+console = Console()
+Source = Annotated[Path, typer.Argument(help="directory of the BF16 checkpoint")]
+RecipeName = Annotated[str, typer.Option("--recipe", help="TOML file, or the name of a shipped recipe")]
+Work = Annotated[Path, typer.Option("--work", help="work directory; the same command again resumes in it")]
+Out = Annotated[Path, typer.Option("--out", help="directory of the finished checkpoint")]
+Tp = Annotated[int, typer.Option("--tp", min=1, help="tensor-parallel ranks")]
+
+
+@app.command()
+def plan(source: Source, recipe: RecipeName, work: Work = Path("."), tp: Tp = 4) -> None:
+    """Read headers only: coverage, sizes, disk, memory and time.  [keys35 plan GLM-5.3-BF16 --recipe glm-5.3-2.75bpw]"""
+    from keys35.recipe import load_recipe
+    from keys35.report.terminal import show_plan
+    from keys35.stages.plan import plan as make_plan
+
+    show_plan(console, make_plan(source, load_recipe(recipe), work, tp))
+
+
+@app.command()
+def measure(source: Source, recipe: RecipeName, work: Work) -> None:
+    """Stream the model, encode every expert at every width, record its cost.  [keys35 measure SRC --recipe R --work W]"""
+    from keys35.recipe import load_recipe
+    from keys35.stages.job import open_job
+    from keys35.stages.measure import measure as run_measure
+
+    with open_job(source, load_recipe(recipe), work) as job, _progress(job.work) as progress:
+        run_measure(job, progress)
+
+
+@app.command()
+def allocate(work: Work) -> None:
+    """Choose one width per expert under the exact budget.  [keys35 allocate --work W]"""
+    from keys35.report.terminal import show_allocation
+    from keys35.stages.allocate import allocate as run_allocate
+    from keys35.stages.job import resume_job
+
+    with resume_job(work) as job:
+        show_allocation(console, run_allocate(job))
+
+
+@app.command()
+def quantize(work: Work) -> None:
+    """Bring everything to its final width; nothing is encoded twice.  [keys35 quantize --work W]"""
+    from keys35.stages.job import resume_job
+    from keys35.stages.quantize import quantize as run_quantize
+
+    with resume_job(work) as job, _progress(job.work) as progress:
+        run_quantize(job, progress)
+
+
+@app.command()
+def assemble(work: Work, out: Out) -> None:
+    """Write shards, index, configs and report.  [keys35 assemble --work W --out OUT]"""
+    from keys35.report.terminal import human_bytes
+    from keys35.stages.assemble import assemble as run_assemble
+    from keys35.stages.job import resume_job
+
+    with resume_job(work) as job, _progress(job.work) as progress:
+        report = run_assemble(job, out, progress)
+    console.print(f"{out}: {human_bytes(report['total_bytes'])} in {len(report['shards'])} shards, "
+                  f"routed mean {report['routed_mean_bits']} bits")
+
+
+@app.command()
+def check(
+    out: Annotated[Path, typer.Argument(help="finished checkpoint")],
+    reference: Annotated[Path | None, typer.Option(help="its BF16 source: compares carried bytes")] = None,
+    deep: Annotated[bool, typer.Option(help="also verify every shard's SHA-256")] = False,
+) -> None:
+    """Hold a checkpoint against the contract of the serving engines.  [keys35 check OUT --reference SRC]"""
+    from keys35.stages.check import check as run_check
+
+    report = run_check(out, reference=reference, deep=deep)
+    for finding in report.findings:
+        console.print(f"[red]broken[/red] {finding}", highlight=False)
+    if report.findings:
+        raise ContractError(f"{out} breaks {len(report.findings)} rule(s); see above")
+    console.print(f"[green]passed[/green] {out}: routed mean {report.routed_mean} bits")
+
+
+@app.command()
+def validate(
+    out: Annotated[Path, typer.Argument(help="finished checkpoint")],
+    reference: Annotated[Path, typer.Option(help="the BF16 source")],
+    tp: Tp = 4,
+    scratch: Annotated[Path | None, typer.Option(help="where reference states are kept (default: beside OUT)")] = None,
+) -> None:
+    """Score a checkpoint with the tensor-parallel runtime.  [keys35 validate OUT --reference SRC --tp 4]"""
+    from keys35.stages.validate import recipe_of, validate as run_validate
+
+    scratch = scratch or out.resolve().parent / f"{out.resolve().name}.validate"
+    with _progress(None) as progress:
+        result = run_validate(out, reference, recipe_of(out), tp=tp, scratch=scratch, progress=progress)
+    _show_validation(result)
+
+
+@app.command()
+def run(source: Source, recipe: RecipeName, work: Work, out: Out, tp: Tp = 4) -> None:
+    """All of it, in order, resuming what is unfinished.  [keys35 run SRC --recipe R --work W --out OUT]"""
+    from keys35.recipe import load_recipe
+
+    _run(source, load_recipe(recipe), work, out, tp)
+
+
+@app.command()
+def demo(
+    work: Work = Path("build/demo/work"),
+    out: Out = Path("build/demo/out"),
+    tp: Tp = 4,
+    table: Annotated[Path | None, typer.Option(help="a Markdown file whose quality table is brought up to date")] = None,
+) -> None:
+    """All of it on the bundled trained model, in minutes on two cores.  [keys35 demo]"""
+    from keys35.demo import MODEL
+    from keys35.recipe import load_recipe
+    from keys35.report.markdown import update_quality_table
+
+    result = _run(MODEL, load_recipe("demo"), work, out, tp)
+    if table:
+        update_quality_table(table, result)
+
+
+@app.command()
+def status(work: Work) -> None:
+    """Where a work directory stands.  [keys35 status --work W]"""
+    from keys35.report.status import show_status
+
+    show_status(console, work)
+
+
+def _run(source: Path, recipe, work: Path, out: Path, tp: int) -> dict:
+    from keys35.report.terminal import show_allocation, show_plan, show_quality
+    from keys35.stages.job import open_job
+    from keys35.stages.pipeline import run as run_all
+    from keys35.stages.plan import plan as make_plan
+
+    show_plan(console, make_plan(source, recipe, work, tp))
+    with open_job(source, recipe, work) as job, _progress(job.work) as progress:
+        result = run_all(job, out, progress, tp)
+    show_allocation(console, result["allocation"])
+    _show_validation(result["validation"])
+    show_quality(console, result["baselines"])
+    console.print(f"[green]passed[/green] the finished checkpoint is in {out}")
+    return result
+
+
+def _show_validation(result: dict) -> None:
+    from keys35.report.terminal import show_validation
+
+    show_validation(console, result)
+
+
+def _progress(work):
+    from keys35.report.live import live_progress
+
+    return live_progress(console, work)
+
+
+def _version(value: bool) -> None:
+    if value:
+        console.print(f"keys35 {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version")] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line; a refusal is one message on stderr and its own exit code."""
+    try:
+        app()
+    except Keys35Error as error:
+        Console(stderr=True).print(f"[bold red]keys35:[/bold red] {error}", highlight=False, soft_wrap=True)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""The recipe: every choice that shapes the output, validated before any work, loaded from TOML."""
+
+import hashlib
+import json
+import tomllib
+from fractions import Fraction
+from importlib.resources import files
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from keys35.errors import RecipeError
+
+INTEGER_WIDTHS = frozenset(range(1, 9))
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Experts(_Section):
+    """Routed experts: candidate widths and the mean to hit exactly, in bits per weight."""
+
+    widths: tuple[int, ...] = (2, 3, 4)
+    bits: float = 2.75
+    scope: Literal["model", "layer"] = "model"
+    group: int = Field(8, ge=1, description="experts per unit of work")
+
+    @field_validator("widths")
+    @classmethod
+    def _legal_widths(cls, widths: tuple[int, ...]) -> tuple[int, ...]:
+        if not widths or any(w not in INTEGER_WIDTHS for w in widths):
+            raise ValueError(f"widths must be whole bits from 1 to 8, found {list(widths)}")
+        if list(widths) != sorted(set(widths)):
+            raise ValueError(f"widths must rise without repeats, found {list(widths)}")
+        return widths
+
+    @model_validator(mode="after")
+    def _budget_within_widths(self) -> "Experts":
+        if not self.widths[0] <= self.bits <= self.widths[-1]:
+            raise ValueError(f"bits = {self.bits} lies outside the candidate widths {list(self.widths)}")
+        return self
+
+    @property
+    def budget(self) -> Fraction:
+        """Mean bits per weight as an exact fraction (2.75 is 11/4)."""
+        return Fraction(str(self.bits))
+
+
+class Fixed(_Section):
+    """Linears of one width, in bits per weight."""
+
+    bits: int = 5
+
+    @field_validator("bits")
+    @classmethod
+    def _legal(cls, bits: int) -> int:
+        if bits not in INTEGER_WIDTHS:
+            raise ValueError(f"bits must be 1 to 8, found {bits}")
+        return bits
+
+
+class Mtp(Fixed):
+    """The multi-token-prediction layer: its experts' width and which trunk state feeds it."""
+
+    bits: int = 8
+    hidden: Literal["pre_norm", "post_norm"] = "post_norm"
+
+
+class Calibration(_Section):
+    """Which text is read, how much of it, and what the encoder minimises on it."""
+
+    set: str = "standard"
+    window: int = Field(2048, ge=16, description="tokens per window")
+    fit_windows: int = Field(224, ge=1, description="windows that shape the Hessians")
+    selection_windows: int = Field(48, ge=1, description="held-out windows that the error is measured on")
+    sensitivity_windows: int = Field(16, ge=1, description="selection windows that weigh the layers")
+    hessian: Literal["weighted", "routed", "all"] = "weighted"
+    shrink: float = Field(0.25, ge=0, le=1, description="share of the layer's all-token Hessian mixed in")
+
+    @model_validator(mode="after")
+    def _sensitivity_within_selection(self) -> "Calibration":
+        if self.sensitivity_windows > self.selection_windows:
+            raise ValueError("sensitivity_windows cannot exceed selection_windows")
+        return self
+
+
+class Encoder(_Section):
+    """The trellis encoder: who runs it and how hard it damps the Hessian."""
+
+    backend: Literal["auto", "cpu", "cuda", "exllamav3"] = "auto"
+    sigma_reg: float = Field(0.025, gt=0, lt=1)
+    refit_rounds: int = Field(2, ge=0, le=8)
+
+
+class Output(_Section):
+    """The finished checkpoint: how many safetensors files."""
+
+    shards: int = Field(81, ge=1, le=9999)
+
+
+class Panel(_Section):
+    """The held-out text that judges the result; never calibrated on."""
+
+    set: str = "standard-panel"
+    window: int = Field(2048, ge=16)
+    windows: int = Field(32, ge=1, description="windows in all, shared evenly by the set's domains")
+    random_mixes: int = Field(5, ge=1, description="seeds of the random baseline")
+
+
+class Recipe(_Section):
+    """Everything that shapes the output, frozen; see recipes/*.toml for annotated examples."""
+
+    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    seed: int = Field(35, ge=0)
+    experts: Experts = Experts()
+    dense: Fixed = Fixed()
+    mtp: Mtp = Mtp()
+    calibration: Calibration = Calibration()
+    encoder: Encoder = Encoder()
+    output: Output = Output()
+    panel: Panel = Panel()
+
+    def guarded(self) -> dict[str, object]:
+        """What a resume must find unchanged: all of it but the panel, which judges and does not shape."""
+        return self.model_dump(mode="json", exclude={"panel"})
+
+    def digest(self) -> str:
+        """SHA-256 of the recipe's canonical JSON."""
+        return hashlib.sha256(json.dumps(self.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
+
+
+def resource_dir(installed: str, in_repository: str) -> Path:
+    """A data directory that a wheel carries under keys35/ and a clone keeps at its top level."""
+    packaged = Path(str(files("keys35"))) / installed
+    return packaged if packaged.is_dir() else Path(str(files("keys35"))).parent / in_repository
+
+
+def find_recipe(name: str | Path) -> Path:
+    """A path as given, or a shipped recipe by its bare name; raises RecipeError listing what ships."""
+    path = Path(name)
+    if path.is_file():
+        return path
+    shipped = resource_dir("recipes", "recipes")
+    candidate = shipped / f"{path.name.removesuffix('.toml')}.toml"
+    if candidate.is_file() and len(path.parts) == 1:
+        return candidate
+    names = ", ".join(sorted(p.stem for p in shipped.glob("*.toml")))
+    raise RecipeError(f"no recipe at '{name}'. Give a TOML file or one of the shipped names: {names}")
+
+
+def load_recipe(name: str | Path) -> Recipe:
+    """Read and validate a recipe; raises RecipeError naming each bad key, its value and what is legal."""
+    path = find_recipe(name)
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path}: not valid TOML: {error}") from None
+    try:
+        return Recipe.model_validate(raw)
+    except ValidationError as error:
+        lines = [f"  {'.'.join(map(str, e['loc'])) or 'recipe'}: {_plain(e)}" for e in error.errors()]
+        raise RecipeError(f"{path} has {len(lines)} problem(s):\n" + "\n".join(lines)) from None
+
+
+def _plain(error: dict) -> str:
+    if error["type"] == "extra_forbidden":
+        return "unknown key; remove it or check its spelling"
+    return f"{error['msg'].removeprefix('Value error, ')} (found {error['input']!r})"

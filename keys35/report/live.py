@@ -1,0 +1,37 @@
+"""Progress on the terminal: a bar per stage with rate and time left; plain lines where there is no terminal."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
+
+from keys35.files.ledger import Workdir
+from keys35.progress import Progress, Tick
+from keys35.report.terminal import human_seconds
+
+
+@contextmanager
+def live_progress(console: Console, work: Workdir | None) -> Iterator[Progress]:
+    """A Progress that draws itself on `console` and keeps `work`'s heartbeat."""
+    if not console.is_terminal:
+        yield Progress(work, lambda tick: _print_line(console, tick))
+        return
+    columns = (TextColumn("[bold]{task.description:>10}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Bars(*columns, TextColumn("{task.fields[left]}  {task.fields[note]}"), console=console) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def draw(tick: Tick) -> None:
+            if tick.stage not in tasks:
+                tasks[tick.stage] = bars.add_task(tick.stage, total=tick.total, left="", note="")
+            left = "" if tick.done == tick.total else f"{human_seconds(tick.seconds_left)} left"
+            bars.update(tasks[tick.stage], completed=tick.done, left=left, note=tick.note)
+
+        yield Progress(work, draw)
+
+
+def _print_line(console: Console, tick: Tick) -> None:
+    left = human_seconds(tick.seconds_left) if tick.done < tick.total else "done"
+    if tick.done:
+        console.print(f"{tick.stage:>10} {tick.done}/{tick.total}  {tick.note}  ({left})", highlight=False)

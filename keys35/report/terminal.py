@@ -1,0 +1,118 @@
+"""What the terminal shows: tables of artefacts, nothing computed here that is not in them."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from keys35.stages.plan import Plan
+
+UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+
+
+def human_bytes(count: float) -> str:
+    """A size for people: 276.1 GB is 257.1 GiB; small sizes in bytes."""
+    for unit, name in UNITS:
+        if count >= unit:
+            return f"{count / unit:,.1f} {name}"
+    return f"{count:,.0f} B"
+
+
+def human_seconds(seconds: float | None) -> str:
+    """A duration for people, "unknown" for None."""
+    if seconds is None:
+        return "unknown"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def show_plan(console: Console, plan: Plan) -> None:
+    """Coverage, sizes per class and per rank, needs."""
+    table = Table(title=f"{plan.source}  with recipe  {plan.recipe}", title_justify="left")
+    for name in ("class", "tensors", "parameters", "source", "output", f"rank (TP {plan.tp})"):
+        table.add_column(name, justify="left" if name == "class" else "right")
+    for row in plan.classes:
+        sizes = (row.source_bytes, row.output_bytes, row.rank_bytes)
+        table.add_row(row.name, f"{row.tensors:,}", f"{row.params:,}", *map(human_bytes, sizes))
+    total = (sum(c.tensors for c in plan.classes), sum(c.params for c in plan.classes))
+    sums = (plan.source_bytes, plan.output_bytes, plan.rank_bytes)
+    table.add_section()
+    table.add_row("total", *(f"{n:,}" for n in total), *map(human_bytes, sums))
+    console.print(table)
+    lines = [
+        ("output", f"{plan.output_bytes / 1e9:,.3f} GB in {plan.shards} shards, largest {human_bytes(max(plan.shard_bytes))}"),
+        ("work directory", f"{human_bytes(plan.work_bytes)} ({human_bytes(plan.free_bytes)} free there)"),
+        ("host memory", f"about {human_bytes(plan.host_bytes)} of data at the peak"),
+        ("compute memory", f"about {human_bytes(plan.device_bytes)} while a layer or a group of experts is worked on"),
+        ("encoding", f"{plan.weights_to_encode / 1e9:,.3f} G weights over all widths; {plan.backend} here: "
+                     f"{plan.weights_per_second / 1e6:,.2f} Mweights/s in the trellis search alone, measured just now: "
+                     f"{human_seconds(plan.encode_seconds)}"),
+    ]
+    if plan.dropped:
+        lines.append(("left out", f"{len(plan.dropped)} unused indexer tensors of layers that share a selection"))
+    for name, text in lines:
+        console.print(f"[bold]{name:>15}[/bold]  {text}")
+    if plan.work_bytes + plan.output_bytes > plan.free_bytes:
+        console.print("[bold red]Not enough free space here for the work directory and the output.[/bold red]")
+
+
+def show_allocation(console: Console, allocation: dict) -> None:
+    """Widths chosen, and what each set is predicted to cost."""
+    table = Table(title="allocation and its baselines", title_justify="left")
+    for name in ("set", "mean bits", "experts per width", "predicted KL of the experts"):
+        table.add_column(name, justify="left" if name == "set" else "right")
+    for name, entry in allocation["sets"].items():
+        counts = "  ".join(f"{count} x {width}" for width, count in entry["counts"].items())
+        table.add_row(name, entry["mean"], counts, f"{entry['predicted_kl']:.4f}")
+    console.print(table)
+
+
+def quality_rows(baselines: dict[str, dict]) -> list[list[str]]:
+    """The table of the README: one row per set of widths, the random mixes as mean and spread."""
+    rows = []
+    random = [m for name, m in baselines.items() if name.startswith("random-")]
+    for name, metrics in baselines.items():
+        if not name.startswith("random-"):
+            rows.append([name, *_cells(metrics)])
+    if random:
+        keys = random[0].keys()
+        mean = {key: sum(m[key] for m in random) / len(random) for key in keys}
+        kl = [m["kl"] for m in random]
+        row = [f"random 2/3 mix, mean of {len(random)}", *_cells(mean)]
+        row[1] += f" ({min(kl):.4f} to {max(kl):.4f})"
+        rows.insert(1, row)
+    return rows
+
+
+QUALITY_COLUMNS = ("widths", "KL", "reverse KL", "top-1", "top-2", "ppl (BF16)", "ppl", "MTP acceptance (BF16)", "MTP acceptance")
+
+
+def _cells(m: dict[str, float]) -> list[str]:
+    return [
+        f"{m['kl']:.4f}",
+        f"{m['reverse_kl']:.4f}",
+        f"{m['top1']:.1%}",
+        f"{m['top2']:.1%}",
+        f"{m['ppl_reference']:.3f}",
+        f"{m['ppl']:.3f}",
+        f"{m['mtp_acceptance_reference']:.1%}",
+        f"{m['mtp_acceptance']:.1%}",
+    ]
+
+
+def show_quality(console: Console, baselines: dict[str, dict]) -> None:
+    """The quality table on the terminal."""
+    table = Table(title="held-out text, against BF16", title_justify="left")
+    for name in QUALITY_COLUMNS:
+        table.add_column(name, justify="left" if name == "widths" else "right")
+    for row in quality_rows(baselines):
+        table.add_row(*row)
+    console.print(table)
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A pipe table, first column left, the others right."""
+    head = "| " + " | ".join(columns) + " |"
+    rule = "|---|" + "---:|" * (len(columns) - 1)
+    return "\n".join([head, rule, *("| " + " | ".join(row) + " |" for row in rows)])

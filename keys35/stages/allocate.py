@@ -1,0 +1,140 @@
+"""Allocate: one width per routed expert under the exact budget, with the baselines beside it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from keys35.allocation import bit_counts, mean_width, neighbours, per_layer, random_mix, whole_model
+from keys35.errors import ResumeError
+from keys35.files.atomic import read_json, write_json
+from keys35.stages.job import Job
+from keys35.stages.units import SENSITIVITY, expert_units
+
+ALLOCATION = "allocation.json"
+UNIT = "allocate"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Measured errors per MoE layer. error[l]: (experts, widths, domains), g^2 |f - f_K|^2 per selection token.
+
+    alpha[l]: (domains,), nats of final KL per unit of the layer's summed error. share: (domains,), sums to 1.
+    """
+
+    layers: tuple[int, ...]
+    widths: tuple[int, ...]
+    error: tuple[np.ndarray, ...]
+    alpha: tuple[np.ndarray, ...]
+    share: np.ndarray
+
+    def costs(self) -> list[np.ndarray]:
+        """(experts, widths) per layer: predicted nats of final KL."""
+        return [(e * (self.share * a)).sum(axis=2) for e, a in zip(self.error, self.alpha, strict=True)]
+
+    def plain_errors(self) -> list[np.ndarray]:
+        """(experts, widths) per layer without layer weights: errors only, as if layers were comparable."""
+        return [(e * self.share).sum(axis=2) for e in self.error]
+
+
+def read_measured(job: Job) -> Measured:
+    """Collect the receipts of `measure`; raises ResumeError naming the first unit that is missing."""
+    layers = tuple(job.config.moe_layers)
+    errors = []
+    for layer in layers:
+        parts = []
+        for unit in expert_units(job, layer):
+            receipt = job.work.receipt(unit.name)
+            if receipt is None:
+                raise _unmeasured(job, unit.name)
+            parts.append(np.asarray(receipt["data"]["error"], dtype=np.float64))
+        errors.append(np.concatenate(parts))
+    receipt = job.work.receipt(SENSITIVITY)
+    if receipt is None:
+        raise _unmeasured(job, SENSITIVITY)
+    alpha = tuple(np.asarray(receipt["data"]["alpha"][str(layer)], dtype=np.float64) for layer in layers)
+    share = np.array([domain.share for domain in job.text.domains])
+    return Measured(layers, job.recipe.experts.widths, tuple(errors), alpha, share / share.sum())
+
+
+def _unmeasured(job: Job, unit: str) -> ResumeError:
+    return ResumeError(f"{job.work.root}: '{unit}' is not measured yet: run `keys35 measure` on this directory first")
+
+
+def allocate(job: Job) -> dict[str, object]:
+    """Choose widths and baselines; writes allocation.json and returns it. Raises BudgetError, ResumeError."""
+    measured = read_measured(job)
+    experts = job.recipe.experts
+    costs = measured.costs()
+    solve = whole_model if experts.scope == "model" else per_layer
+    chosen = solve(costs, experts.widths, experts.budget)
+    sets = {"allocation": chosen} | _baselines(job, measured)
+    result = {
+        "layers": list(measured.layers),
+        "candidate_widths": list(experts.widths),
+        "scope": experts.scope,
+        "budget": str(experts.budget),
+        "sets": {name: _describe(widths, costs, experts.widths) for name, widths in sets.items()},
+    }
+    path = job.work.path(ALLOCATION)
+    write_json(path, result)
+    job.work.commit(UNIT, [path], {"mean": str(mean_width(chosen)), "counts": bit_counts(chosen)})
+    job.work.log("allocated", counts=bit_counts(chosen))
+    return result
+
+
+def _baselines(job: Job, measured: Measured) -> dict[str, list[np.ndarray]]:
+    """Random mixes, the same count in every layer, errors without layer weights: same bytes; and uniform widths."""
+    budget, widths = job.recipe.experts.budget, measured.widths
+    sizes = [len(layer) for layer in measured.error]
+    low, high = neighbours(budget)
+    sets: dict[str, list[np.ndarray]] = {}
+    if {low, high} <= set(widths):
+        columns = [widths.index(low), widths.index(high)]
+        for seed in range(job.recipe.panel.random_mixes):
+            sets[f"random-{seed}"] = random_mix(sizes, budget, seed)
+        for name, make in _optional_baselines(measured, columns, (low, high)).items():
+            if name != "equal-per-layer" or (budget * sizes[0]).denominator == 1:
+                sets[name] = make(budget)
+    for width in widths:
+        if width in (low, high):
+            sets[f"uniform-{width}"] = [np.full(size, width, dtype=np.int64) for size in sizes]
+    return sets
+
+
+def _optional_baselines(measured: Measured, columns: list[int], pair: tuple[int, int]) -> dict[str, Callable]:
+    errors = [layer[:, columns] for layer in measured.plain_errors()]
+    return {
+        "equal-per-layer": lambda budget: per_layer(errors, pair, budget),
+        "error-only": lambda budget: whole_model(measured.plain_errors(), measured.widths, budget),
+    }
+
+
+def _describe(chosen: list[np.ndarray], costs: list[np.ndarray], widths: tuple[int, ...]) -> dict[str, object]:
+    index = {width: column for column, width in enumerate(widths)}
+    predicted = sum(
+        layer[np.arange(len(layer)), [index[int(w)] for w in picked]].sum()
+        for layer, picked in zip(costs, chosen, strict=True)
+    )
+    return {
+        "mean": str(mean_width(chosen)),
+        "counts": bit_counts(chosen),
+        "predicted_kl": float(predicted),
+        "widths": [layer.tolist() for layer in chosen],
+    }
+
+
+def load_allocation(job: Job, name: str = "allocation") -> dict[int, list[int]]:
+    """Layer -> width per expert of a set in allocation.json; raises ResumeError if allocate has not run."""
+    if job.work.receipt(UNIT) is None:
+        raise ResumeError(f"{job.work.root}: nothing is allocated yet: run `keys35 allocate --work {job.work.root}`")
+    return allocation_sets(job.work.path(ALLOCATION))[name]
+
+
+def allocation_sets(path: Path) -> dict[str, dict[int, list[int]]]:
+    """Every set of an allocation.json: name -> layer -> width per expert."""
+    stored = read_json(path)
+    return {
+        name: dict(zip(stored["layers"], entry["widths"], strict=True)) for name, entry in stored["sets"].items()
+    }

@@ -1,0 +1,219 @@
+"""Assemble: the shards, their index, both configs and the report, each file complete or absent."""
+
+from collections import Counter
+from dataclasses import asdict
+from fractions import Fraction
+from pathlib import Path
+
+from keys35 import __version__
+from keys35.errors import PlanError
+from keys35.exl3.codebook import MARKERS
+from keys35.files.atomic import PARTIAL, require_space, sha256_file, write_bytes, write_json
+from keys35.files.headers import read_header
+from keys35.files.shards import INDEX_NAME, ShardReceipt, shard_name, write_index, write_shard
+from keys35.files.source import ShardedSource
+from keys35.glm.names import Role, TensorRule, shard_of
+from keys35.progress import Progress
+from keys35.stages.allocate import load_allocation
+from keys35.stages.job import Job
+from keys35.stages.pieces import Pieces
+from keys35.stages.sizes import class_sizes
+
+REPORT = "KEYS35_ASSEMBLY_REPORT.json"
+FORMAT = "keys35-v1"
+HEAD_BITS = 16
+
+
+def assemble(job: Job, out: Path, progress: Progress) -> dict[str, object]:
+    """Write the finished checkpoint to `out` and return its report; finished shards are kept on resume.
+
+    Raises PlanError if `out` holds files this job would not write, or too little space is free.
+    """
+    pieces = Pieces(job, load_allocation(job))
+    total = job.recipe.output.shards
+    shards: list[list[TensorRule]] = [[] for _ in range(total)]
+    for rule in job.rules.values():
+        shards[shard_of(rule, job.config, total)].append(rule)
+    _prepare(job, out, total)
+    receipts = []
+    for step in progress.walk("assemble", range(total), lambda number: shard_name(number + 1, total)):
+        receipt, step.kept = _shard(job, pieces, out, shard_name(step.unit + 1, total), shards[step.unit])
+        receipts.append(receipt)
+    write_index(out / INDEX_NAME, receipts, sum(r.tensor_bytes for r in receipts))
+    _side_files(job, out)
+    quantization = _write_configs(job, pieces, out, receipts)
+    report = _report(job, pieces, out, receipts, quantization)
+    write_json(out / REPORT, report)
+    job.work.log("assembled", out=str(out), bytes=sum(r.size for r in receipts))
+    return report
+
+
+def _prepare(job: Job, out: Path, total: int) -> None:
+    """Refuse foreign files before writing any; remove only our own leftovers."""
+    out.mkdir(parents=True, exist_ok=True)
+    ours = {shard_name(n + 1, total) for n in range(total)} | {INDEX_NAME, "config.json", "quantization_config.json"}
+    ours |= {REPORT, "KEYS35_QUALITY.json", *(_relative(job, p) for p in job.source.side_files())}
+    found = {p.relative_to(out).as_posix() for p in out.rglob("*") if not p.is_dir()}
+    leftovers = {name for name in found if name.endswith(PARTIAL) and name.removesuffix(PARTIAL) in ours}
+    foreign = sorted(found - ours - leftovers)
+    if foreign:
+        raise PlanError(f"{out} holds files that are not this job's: {foreign[:5]}. Choose an empty directory")
+    for name in leftovers:
+        (out / name).unlink()
+    written = sum((out / name).stat().st_size for name in found & ours)
+    nbytes = {name: tensor.entry.nbytes for name, tensor in job.source.tensors.items()}
+    needed = sum(c.output_bytes for c in class_sizes(job.rules.values(), job.recipe, nbytes, tp=1))
+    require_space(out, max(0, needed - written))
+
+
+def _shard(
+    job: Job, pieces: Pieces, out: Path, name: str, rules: list[TensorRule]
+) -> tuple[ShardReceipt, bool]:
+    unit = f"assemble/{name.removesuffix('.safetensors')}"
+    known = job.work.receipt(unit)
+    path = out / name
+    if known and known["data"]["out"] == str(out.resolve()) and path.is_file():
+        stored = known["data"]["shard"]
+        if path.stat().st_size == stored["size"] and sha256_file(path) == stored["sha256"]:
+            return ShardReceipt(**{**stored, "tensors": tuple(stored["tensors"])}), True
+    receipt = write_shard(path, [spec for rule in rules for spec in pieces.specs(rule)])
+    _compare_carried(job.source, path, rules)
+    job.work.commit(unit, [], {"out": str(out.resolve()), "shard": asdict(receipt)})
+    return receipt, False
+
+
+def _compare_carried(source: ShardedSource, path: Path, rules: list[TensorRule]) -> None:
+    """Read back what was carried and hold it against the source, byte for byte."""
+    header = read_header(path)
+    with open(path, "rb") as file:
+        for rule in rules:
+            if rule.role is Role.CARRIED:
+                entry = header.entries[rule.name]
+                file.seek(entry.start)
+                if file.read(entry.nbytes) != source.raw(rule.source):
+                    raise PlanError(f"{path}: {rule.name} was read back differently from the source: check the disk")
+
+
+def _relative(job: Job, path: Path) -> str:
+    return path.relative_to(job.source.root).as_posix()
+
+
+def _side_files(job: Job, out: Path) -> None:
+    for path in job.source.side_files():
+        target = out / _relative(job, path)
+        if not target.is_file() or sha256_file(target) != sha256_file(path):
+            write_bytes(target, path.read_bytes())
+
+
+def _write_configs(job: Job, pieces: Pieces, out: Path, receipts: list[ShardReceipt]) -> dict[str, object]:
+    """config.json keeps every source key; both files carry the same facts about the quantization."""
+    recipe = job.recipe
+    mean = float(_routed_mean(job, pieces))
+    quantization: dict[str, object] = {
+        "quant_method": "exl3",
+        "version": f"keys35 {__version__}",
+        "format": FORMAT,
+        "bits": mean,
+        "head_bits": HEAD_BITS,
+        "codebook": "mul1",
+        "dense_bits": recipe.dense.bits,
+        "mtp_bits": recipe.mtp.bits,
+        "calibration": {"rows": recipe.calibration.fit_windows, "cols": recipe.calibration.window},
+    }
+    config = dict(job.source.config)
+    if "quantization_config" in config:
+        quantization["original_quantization_config"] = config["quantization_config"]
+    quantization["expert_bits"] = _expert_bits(job, pieces)
+    write_json(out / "config.json", {**config, "tie_word_embeddings": False, "quantization_config": quantization})
+    storage = _tensor_storage(pieces, out, receipts)
+    write_json(out / "quantization_config.json", {**quantization, "tensor_storage": storage})
+    return quantization
+
+
+def _expert_bits(job: Job, pieces: Pieces) -> dict[str, list[int]]:
+    bits = {str(layer): list(widths) for layer, widths in pieces.allocation.items()}
+    return bits | {str(layer): [job.recipe.mtp.bits] * job.experts for layer in job.config.mtp_layers}
+
+
+def _tensor_storage(pieces: Pieces, out: Path, receipts: list[ShardReceipt]) -> dict[str, object]:
+    """Per module: stored tensors, and for EXL3 ones the width by trellis shape (format notes 3.9)."""
+    dtypes = {"I16": "torch.int16", "I32": "torch.int32", "F16": "torch.float16", "BF16": "torch.bfloat16"}
+    storage: dict[str, dict] = {}
+    for receipt in receipts:
+        for name, entry in read_header(out / receipt.file).entries.items():
+            module = storage.setdefault(name.rpartition(".")[0], {"stored_tensors": {}})
+            dtype = dtypes.get(entry.dtype, "torch.float32")
+            module["stored_tensors"][name] = {"shape": list(entry.shape), "n_bytes": entry.nbytes, "dtype": dtype}
+            if name.endswith(".trellis"):
+                module["quant_format"] = "exl3"
+                module["bits_per_weight"] = entry.shape[-1] // 16
+                module["mul1_multiplier"] = MARKERS["mul1"]
+    return storage
+
+
+def _routed_mean(job: Job, pieces: Pieces) -> Fraction:
+    widths = [width for layer in pieces.allocation.values() for width in layer]
+    return Fraction(sum(widths), len(widths))
+
+
+def _report(
+    job: Job, pieces: Pieces, out: Path, receipts: list[ShardReceipt], quantization: dict[str, object]
+) -> dict[str, object]:
+    """Everything a reader needs to trust the files; widths come from the shapes on disk, not from memory.
+
+    Holds no times, paths or host names: a resumed run writes the same bytes.
+    """
+    stored = {n: e for r in receipts for n, e in read_header(out / r.file).entries.items()}
+    quantized = [rule for rule in job.rules.values() if rule.quantized]
+    shape_width = {rule.name: Fraction(stored[f"{rule.module}.trellis"].shape[-1], 16) for rule in quantized}
+    routed = [rule for rule in quantized if rule.role is Role.EXPERT]
+    weights = sum(rule.numel for rule in routed)
+    mean = sum((shape_width[rule.name] * rule.numel for rule in routed), Fraction(0)) / weights
+    histogram = {
+        str(layer): dict(sorted(Counter(str(shape_width[r.name]) for r in routed if r.layer == layer and r.projection == "down_proj").items()))
+        for layer in pieces.allocation
+    }
+    errors: dict[tuple[Role, int], list[float]] = {}
+    for rule in quantized:
+        errors.setdefault((rule.role, int(shape_width[rule.name])), []).append(pieces.proxy_error(rule))
+    warnings = _warnings(job)
+    return {
+        "format": FORMAT,
+        "tool": f"keys35 {__version__}",
+        "source_fingerprint": job.source.fingerprint(),
+        "recipe": job.recipe.model_dump(mode="json"),
+        "recipe_sha256": job.recipe.digest(),
+        "calibration_text_sha256": job.text.digest,
+        "routed_mean_bits": float(mean),
+        "routed_mean_bits_exact": str(mean),
+        "widths_by_layer": histogram,
+        "widths_total": dict(sorted(sum((Counter(h) for h in histogram.values()), Counter()).items())),
+        "mtp_bits": job.recipe.mtp.bits,
+        "dense_bits": job.recipe.dense.bits,
+        "proxy_errors": [
+            {"role": role.value, "bits": bits, "linears": len(v), "mean": sum(v) / len(v), "max": max(v)}
+            for (role, bits), v in sorted(errors.items())
+        ],
+        "shards": [{"file": r.file, "bytes": r.size, "sha256": r.sha256, "tensors": len(r.tensors)} for r in receipts],
+        "total_bytes": sum(r.size for r in receipts),
+        "carried_identical": sorted(r.name for r in job.rules.values() if not r.quantized),
+        "dropped": list(job.dropped),
+        "warnings": warnings,
+    }
+
+
+def _warnings(job: Job) -> list[str]:
+    """What a careful reader should know: experts without data of their own, encodes without a Hessian."""
+    found = []
+    for name in job.work.units():
+        receipt = job.work.receipt(name)
+        if not name.startswith("experts/") or receipt is None:
+            continue
+        data = receipt["data"]
+        starved = [e for e, rows in zip(data["experts"], data["fit_rows"], strict=True) if rows == 0]
+        if starved:
+            found.append(f"{name}: experts {starved} saw no calibration row; encoded from the layer's statistics")
+        if data["fallback"]:
+            found.append(f"{name}: encoded without a usable Hessian: {data['fallback'][:4]}")
+    return found
+

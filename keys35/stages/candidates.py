@@ -1,0 +1,68 @@
+"""Encoded experts of one layer, read from the work directory and decoded on demand."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from keys35.errors import ResumeError
+from keys35.exl3.linear import decode_weight
+from keys35.files.atomic import load_tensors
+from keys35.glm.block import LayerWeights
+from keys35.glm.names import PROJECTIONS
+from keys35.glm.weights import Overlay
+from keys35.stages.job import Job
+from keys35.stages.units import ExpertUnit, expert_units
+
+GROUPS_IN_MEMORY = 4
+
+
+class Candidates:
+    """All encodings of a layer's routed experts; raises ResumeError when a unit is missing or its file damaged."""
+
+    def __init__(self, job: Job, layer: int):
+        self._job = job
+        self._layer = layer
+        self._units = {expert: unit for unit in expert_units(job, layer) for expert in unit.experts}
+        self._group = lru_cache(maxsize=GROUPS_IN_MEMORY * len(job.recipe.experts.widths))(self._load)
+
+    def encoded(self, expert: int, projection: str, width: int) -> dict[str, Tensor]:
+        """Stored parts of one linear: trellis, suh, svh, mul1."""
+        group = self._group(self._units[expert], width)
+        module = f"model.layers.{self._layer}.mlp.experts.{expert}.{projection}"
+        return {part: group[f"{module}.{part}"] for part in ("trellis", "suh", "svh", "mul1")}
+
+    def overlay(self, base: LayerWeights, widths: Sequence[int]) -> Overlay:
+        """The layer with every routed expert at its given width."""
+        return Overlay(base, _Decoded(self, widths))
+
+    def _load(self, unit: ExpertUnit, width: int) -> dict[str, Tensor]:
+        receipt = self._job.work.receipt(unit.name)
+        path = unit.file(self._job, width)
+        if receipt is None or width not in receipt["data"]["widths"]:
+            raise ResumeError(f"{unit.name} has no encoding at {width} bits: run `keys35 measure` on this directory")
+        entry = next(e for e in receipt["files"] if e["path"].endswith(path.name))
+        return load_tensors(path, expect_sha256=entry["sha256"])
+
+
+class _Decoded(Mapping[str, Tensor]):
+    """Decoded (in, out) matrices of a layer's experts by relative module name."""
+
+    def __init__(self, candidates: Candidates, widths: Sequence[int]):
+        self._candidates = candidates
+        self._widths = widths
+
+    def __getitem__(self, module: str) -> Tensor:
+        parts = module.split(".")
+        if parts[:2] != ["mlp", "experts"]:
+            raise KeyError(module)
+        expert = int(parts[2])
+        stored = self._candidates.encoded(expert, parts[3], self._widths[expert])
+        return decode_weight(stored["trellis"], stored["suh"], stored["svh"]).to(torch.float32)
+
+    def __iter__(self) -> Iterator[str]:
+        return (f"mlp.experts.{e}.{leaf}" for e in range(len(self._widths)) for leaf in PROJECTIONS)
+
+    def __len__(self) -> int:
+        return len(self._widths) * len(PROJECTIONS)

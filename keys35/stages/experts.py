@@ -1,0 +1,126 @@
+"""The unit of work: a group of a layer's routed experts, encoded at some widths and judged at the layer's output."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from keys35.calibration.statistics import MoeRows, expert_hessians
+from keys35.exl3.encode import LinearJob, encode_group
+from keys35.exl3.linear import EncodedLinear, decode_weight
+from keys35.files.atomic import save_tensors
+from keys35.glm.layer import gated_mlp
+from keys35.glm.names import PROJECTIONS
+from keys35.stages.job import Job
+from keys35.stages.units import ExpertUnit
+
+Weights = tuple[Tensor, Tensor, Tensor]  # gate, up, down; each (in, out) float32
+
+
+@dataclass(frozen=True)
+class LayerRows:
+    """What a layer's experts are encoded on and judged on.
+
+    fit shapes the Hessians; selection (held out) carries the error; domain (T_selection,) says whose text a row is.
+    """
+
+    fit: MoeRows
+    selection: MoeRows
+    domain: Tensor
+    domains: int
+    hessian: Tensor  # mean x x^T of the layer's MoE input over all fit tokens
+
+
+def encode_experts(job: Job, unit: ExpertUnit, widths: Sequence[int], rows: LayerRows) -> dict[str, object]:
+    """Encode a group at each width, save one file per width, commit the receipt and return its data.
+
+    error[e][width][domain] is the mean over the domain's selection tokens of g^2 |f(x) - f_K(x)|^2 (zero for
+    tokens routed elsewhere); error_se its standard error over rows.
+    """
+    weights = {expert: read_expert(job, unit.layer, expert) for expert in unit.experts}
+    jobs, hessians, facts = _encoder_input(job, unit, weights, rows)
+    encoded = encode_group(jobs, hessians, widths, job.encode_options, job.recipe.seed)
+    files = {}
+    for width in widths:
+        tensors: dict[str, Tensor] = {}
+        for item in jobs:
+            tensors |= encoded[item.name, width].tensors(item.name)
+        path = unit.file(job, width)
+        files[path] = save_tensors(path, tensors)
+    judged = [_judge(job, unit, expert, weights[expert], encoded, widths, rows) for expert in unit.experts]
+    data = {
+        "experts": list(unit.experts),
+        "widths": list(widths),
+        **facts,
+        "selection_rows": [entry[0] for entry in judged],
+        "error": [entry[1] for entry in judged],
+        "error_se": [entry[2] for entry in judged],
+        "proxy_error": {
+            str(width): [[encoded[name, width].proxy_error for name in _names(unit.layer, e)] for e in unit.experts]
+            for width in widths
+        },
+        "fallback": sorted({item.name for item in jobs if encoded[item.name, widths[0]].fallback}),
+    }
+    job.work.commit(unit.name, files, data)
+    job.work.log("experts", unit=unit.name, widths=list(widths))
+    return data
+
+
+def read_expert(job: Job, layer: int, expert: int) -> Weights:
+    """An expert's projections from the source as float32 (in, out)."""
+    return tuple(job.source.read(f"{name}.weight").float().T.contiguous() for name in _names(layer, expert))
+
+
+def _names(layer: int, expert: int) -> list[str]:
+    return [f"model.layers.{layer}.mlp.experts.{expert}.{leaf}" for leaf in PROJECTIONS]
+
+
+def _encoder_input(
+    job: Job, unit: ExpertUnit, weights: dict[int, Weights], rows: LayerRows
+) -> tuple[list[LinearJob], dict[str, Tensor], dict[str, list]]:
+    jobs: list[LinearJob] = []
+    hessians: dict[str, Tensor] = {}
+    counts, shrinks = [], []
+    for expert, (gate, up, down) in weights.items():
+        found = expert_hessians(rows.fit, rows.hessian, expert, gate, up, job.recipe.calibration)
+        prefix = f"model.layers.{unit.layer}.mlp.experts.{expert}"
+        hessians |= {f"{prefix}.input": found.gate_up, f"{prefix}.inner": found.down}
+        names = _names(unit.layer, expert)
+        keys = [f"{prefix}.input", f"{prefix}.input", f"{prefix}.inner"]
+        jobs += [LinearJob(n, w, k) for n, w, k in zip(names, (gate, up, down), keys, strict=True)]
+        counts.append(found.rows)
+        shrinks.append(found.shrink)
+    return jobs, hessians, {"fit_rows": counts, "shrink": shrinks}
+
+
+def _judge(
+    job: Job,
+    unit: ExpertUnit,
+    expert: int,
+    weights: Weights,
+    encoded: dict[tuple[str, float], EncodedLinear],
+    widths: Sequence[int],
+    rows: LayerRows,
+) -> tuple[int, list[list[float]], list[list[float]]]:
+    """Rows, errors and standard errors of one expert on the selection rows routed to it."""
+    index, router = rows.selection.of(expert)
+    x, domain = rows.selection.x[index], rows.domain[index]
+    tokens = torch.bincount(rows.domain, minlength=rows.domains).double()
+    exact = apply_expert(x, weights)
+    errors, spreads = [], []
+    for width in widths:
+        parts = [encoded[name, width] for name in _names(unit.layer, expert)]
+        decoded = tuple(decode_weight(p.trellis, p.suh, p.svh) for p in parts)
+        delta = apply_expert(x, decoded) - exact
+        per_row = router.double().square() * delta.double().square().sum(dim=1)
+        sums = [torch.bincount(domain, power, rows.domains) for power in (per_row, per_row.square())]
+        errors.append((sums[0] / tokens).tolist())
+        spreads.append((sums[1].sqrt() / tokens).tolist())
+    return len(index), errors, spreads
+
+
+def apply_expert(x: Tensor, weights: Weights) -> Tensor:
+    """down(silu(gate x) * up x) with weights (in, out)."""
+    gate, up, down = weights
+    return gated_mlp(x, lambda v: v @ gate, lambda v: v @ up, lambda v: v @ down)

@@ -1,0 +1,88 @@
+"""What every stage needs: the source, its table of names, the recipe and the guarded work directory."""
+
+from contextlib import contextmanager
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from keys35 import __version__
+from keys35.calibration.text import TextSet, load_text_set
+from keys35.errors import ResumeError
+from keys35.exl3.encode import EncodeOptions
+from keys35.files.atomic import read_json, write_json
+from keys35.files.ledger import Workdir
+from keys35.files.source import ShardedSource
+from keys35.glm.config import GlmConfig
+from keys35.glm.names import TensorRule, census, match_source
+from keys35.recipe import Recipe
+
+WHEREABOUTS = "whereabouts.json"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One source turned into one checkpoint by one recipe, in one work directory."""
+
+    source: ShardedSource
+    config: GlmConfig
+    rules: dict[str, TensorRule]
+    dropped: tuple[str, ...]
+    recipe: Recipe
+    text: TextSet
+    work: Workdir
+
+    @property
+    def experts(self) -> int:
+        return self.config.n_routed_experts
+
+    @property
+    def encode_options(self) -> EncodeOptions:
+        settings = self.recipe.encoder
+        return EncodeOptions(
+            backend=settings.backend, sigma_reg=settings.sigma_reg, refit_rounds=settings.refit_rounds
+        )
+
+    def expert_groups(self) -> list[range]:
+        """The experts of a layer in units of work."""
+        size = self.recipe.experts.group
+        return [range(first, min(first + size, self.experts)) for first in range(0, self.experts, size)]
+
+
+def read_source(source: Path, recipe: Recipe) -> tuple[ShardedSource, GlmConfig, tuple[str, ...]]:
+    """Open a source from headers alone and match it with its config; raises SourceError."""
+    opened = ShardedSource.open(source)
+    config = GlmConfig.from_dict(opened.config, mtp_hidden=recipe.mtp.hidden)
+    found = {name: (t.entry.dtype, t.entry.shape) for name, t in opened.tensors.items()}
+    return opened, config, match_source(config, found)
+
+
+@contextmanager
+def open_job(source: Path, recipe: Recipe, root: Path) -> Iterator[Job]:
+    """Start or resume a job; raises ResumeError if the directory belongs to another job or is in use."""
+    opened, config, dropped = read_source(source, recipe)
+    text = load_text_set(recipe.calibration.set)
+    work = Workdir.open(root, _guard(opened, recipe, text))
+    with work.lock():
+        whereabouts = {"source": str(Path(source).resolve()), "recipe": recipe.model_dump(mode="json")}
+        write_json(work.path(WHEREABOUTS), whereabouts)
+        yield Job(opened, config, census(config), dropped, recipe, text, work)
+
+
+@contextmanager
+def resume_job(root: Path) -> Iterator[Job]:
+    """Reopen the job of a work directory by its path alone; raises ResumeError if there is none."""
+    path = Path(root) / WHEREABOUTS
+    if not path.is_file():
+        raise ResumeError(f"{root} holds no keys35 job: start with `keys35 measure SOURCE --recipe R --work {root}`")
+    facts = read_json(path)
+    with open_job(Path(facts["source"]), Recipe.model_validate(facts["recipe"]), root) as job:
+        yield job
+
+
+def _guard(source: ShardedSource, recipe: Recipe, text: TextSet) -> dict[str, object]:
+    return {
+        "tool": __version__,
+        "source": source.fingerprint(),
+        "recipe": recipe.guarded(),
+        "calibration_text": text.digest,
+    }

@@ -1,0 +1,171 @@
+"""Measure: stream the model over calibration windows, encode every routed expert at every width, record what it costs."""
+
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from keys35.calibration.statistics import SHARED_INPUT, Capture, MoeRows
+from keys35.calibration.windows import WindowMaker, Windows, load_windows, save_windows, shares
+from keys35.files.atomic import load_tensors, save_tensors
+from keys35.glm.mtp import mtp_inputs
+from keys35.glm.names import FINAL_NORM
+from keys35.glm.stream import embed
+from keys35.glm.weights import StoredLayer, WeightStore
+from keys35.progress import Progress
+from keys35.stages.experts import LayerRows, encode_experts
+from keys35.stages.job import Job
+from keys35.stages.sensitivity import measure_sensitivity
+from keys35.stages.states import States, load_states, save_states
+from keys35.stages.units import CALIBRATION, SENSITIVITY, capture_unit, expert_units, layer_name
+
+SPLITS = ("fit", "selection")
+
+
+def measure(job: Job, progress: Progress) -> None:
+    """Run or resume the whole measurement; every finished unit is in the ledger."""
+    windows = calibration_windows(job)
+    store = WeightStore(job.source, job.config)
+    rows = lru_cache(maxsize=1)(lambda layer: layer_rows(job, store, layer, windows))
+    steps = [(layer, unit) for layer in job.config.layers for unit in [None, *_measured_units(job, layer)]]
+    for step in progress.walk("measure", [*steps, None], _note):
+        if step.unit is None:
+            step.kept = _once(job, SENSITIVITY, lambda: measure_sensitivity(job, store, windows["selection"]))
+            continue
+        layer, unit = step.unit
+        if unit is None:
+            step.kept = _once(job, capture_unit(layer), lambda: _capture(job, store, layer, windows))
+        else:
+            step.kept = _once(
+                job, unit.name,
+                lambda: encode_experts(job, unit, job.recipe.experts.widths, rows(layer)),
+            )
+            if unit == expert_units(job, layer)[-1]:
+                rows_file(job, layer).unlink(missing_ok=True)  # every candidate exists, nothing reads them again
+
+
+def _measured_units(job: Job, layer: int) -> list:
+    """MTP experts have one fixed width: they are captured here and encoded by `quantize`."""
+    return expert_units(job, layer) if layer in job.config.moe_layers else []
+
+
+def _note(step: tuple | None) -> str:
+    if step is None:
+        return "layer weights"
+    layer, unit = step
+    return f"layer {layer}: calibration pass" if unit is None else f"layer {layer}: experts {unit.experts.start}+"
+
+
+def _once(job: Job, unit: str, work: Callable[[], object]) -> bool:
+    """Do a unit unless its receipt stands; True when there was nothing to do."""
+    if job.work.receipt(unit) is not None:
+        return True
+    work()
+    return False
+
+
+def calibration_windows(job: Job) -> dict[str, Windows]:
+    """The sealed fit and selection windows, made on first use; raises PlanError when there is too little text."""
+    choice, work = job.recipe.calibration, job.work
+    end = job.config.eos_token_ids[0] if job.config.eos_token_ids else 0
+    maker = WindowMaker(job.source.root / "tokenizer.json", end, choice.window, job.recipe.seed)
+    folder = work.path("calibration")
+    if work.receipt(CALIBRATION) is None:
+        files: list[Path] = []
+        for split, total in zip(SPLITS, (choice.fit_windows, choice.selection_windows), strict=True):
+            made = maker.make(job.text, shares(job.text, total), split)
+            files += save_windows(folder / split, made, maker.tokenizer_sha256)
+        work.commit(CALIBRATION, files, {"set": job.text.name, "tokenizer_sha256": maker.tokenizer_sha256})
+    return {split: load_windows(folder / split, maker.tokenizer_sha256) for split in SPLITS}
+
+
+def _capture(job: Job, store: WeightStore, layer: int, windows: dict[str, Windows]) -> None:
+    """One layer's pass over all windows: states onward, Hessians of its linears, rows of its experts."""
+    weights = store.layer(layer)
+    before = _states_before(job, store, layer, weights, windows)
+    captures = {split: Capture(want_hessians=split == "fit") for split in SPLITS}
+    after = {s: before[s].advance(job.config, layer, weights, captures[s]) for s in SPLITS}
+    files = {}
+    hessians = {f"hessian.{name}": h for name, h in captures["fit"].hessians().items()}
+    files[hessian_file(job, layer)] = save_tensors(hessian_file(job, layer), hessians)
+    rows: dict[str, Tensor] = {}
+    for split, capture in captures.items():
+        found = capture.moe_rows()
+        rows |= found.tensors(split) if found else {}
+    if rows:
+        save_tensors(rows_file(job, layer), rows)  # not in the receipt: deleted once the experts are encoded
+    if not job.config.is_mtp(layer):
+        files[_state_file(job, layer)] = save_states(_state_file(job, layer), after, _next_shares(job, layer))
+    job.work.commit(capture_unit(layer), files, {"carrier": captures["fit"].carrier})
+    job.work.log("captured", layer=layer)
+    for done in (layer - 1, layer):
+        if not job.config.is_mtp(done + 1) and job.work.receipt(capture_unit(done + 1)) is not None:
+            _forget_states(job, done)
+
+
+def _forget_states(job: Job, layer: int) -> None:
+    """Drop states that the next layer's replace; the receipt is renewed first so that it stays whole."""
+    receipt = job.work.receipt(capture_unit(layer))
+    if receipt is not None:
+        keep = {hessian_file(job, layer): receipt["files"][0]["sha256"]}
+        job.work.commit(capture_unit(layer), keep, receipt["data"])
+    _state_file(job, layer).unlink(missing_ok=True)
+
+
+def _next_shares(job: Job, layer: int) -> bool:
+    return layer + 1 < job.config.num_hidden_layers and not job.config.has_indexer(layer + 1)
+
+
+def _states_before(
+    job: Job, store: WeightStore, layer: int, weights: StoredLayer, windows: dict[str, Windows]
+) -> dict[str, States]:
+    """States that enter a layer: embeddings, the previous layer's output, or an MTP layer's joined input."""
+    if layer == 0:
+        return {s: States.start(torch.stack(embed(store, list(windows[s].tokens)))) for s in SPLITS}
+    previous = _states_after(job, store, min(layer, job.config.num_hidden_layers) - 1, windows)
+    if not job.config.is_mtp(layer):
+        return previous
+    norm = store.tensor(FINAL_NORM)
+    joined = {}
+    for split in SPLITS:
+        embedded = embed(store, list(windows[split].tokens))
+        inputs = mtp_inputs(job.config, weights, list(previous[split].x), embedded, norm)
+        joined[split] = States.start(torch.stack(inputs))
+    return joined
+
+
+def _states_after(job: Job, store: WeightStore, layer: int, windows: dict[str, Windows]) -> dict[str, States]:
+    """A layer's outgoing states from disk; computed again from the last ones kept if they are gone."""
+    if _state_file(job, layer).exists():
+        return load_states(_state_file(job, layer), SPLITS)
+    weights = store.layer(layer)
+    before = _states_before(job, store, layer, weights, windows)
+    return {split: before[split].advance(job.config, layer, weights) for split in SPLITS}
+
+
+def layer_rows(job: Job, store: WeightStore, layer: int, windows: dict[str, Windows]) -> LayerRows:
+    """A captured layer's rows, ready to encode its experts on; captured again if they are gone."""
+    if not rows_file(job, layer).exists():
+        _capture(job, store, layer, windows)
+    tensors = load_tensors(rows_file(job, layer))
+    selection = MoeRows.from_tensors(tensors, "selection")
+    per_window = selection.x.shape[0] // len(windows["selection"])
+    domain = windows["selection"].domain.repeat_interleave(per_window)
+    hessian = load_tensors(hessian_file(job, layer))[f"hessian.{SHARED_INPUT}"]
+    return LayerRows(MoeRows.from_tensors(tensors, "fit"), selection, domain, len(job.text.domains), hessian)
+
+
+def hessian_file(job: Job, layer: int) -> Path:
+    """Mean x x^T of every distinct linear input of a layer."""
+    return job.work.path("hessians", f"{layer_name(layer)}.safetensors")
+
+
+def rows_file(job: Job, layer: int) -> Path:
+    """Inputs and routing of a layer's experts, kept until they are encoded."""
+    return job.work.path("rows", f"{layer_name(layer)}.safetensors")
+
+
+def _state_file(job: Job, layer: int) -> Path:
+    return job.work.path("states", f"{layer_name(layer)}.safetensors")

@@ -1,0 +1,168 @@
+"""Plan: headers only. What the job covers, weighs, needs and takes, before hours are spent."""
+
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from keys35.errors import PlanError
+from keys35.exl3.viterbi import get_backend
+from keys35.files.source import ShardedSource
+from keys35.glm.config import GlmConfig
+from keys35.glm.names import BLOCK, Role, TensorRule, census, check_tp, shard_of, unit_count
+from keys35.recipe import Recipe
+from keys35.stages.job import read_source
+from keys35.stages.sizes import ClassSize, class_sizes, exl3_bytes
+
+FLOAT = 4
+PROBE_TILES = 256
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The job in numbers; bytes unless a name says otherwise."""
+
+    source: str
+    recipe: str
+    tensors: int
+    dropped: tuple[str, ...]
+    classes: tuple[ClassSize, ...]
+    shards: int
+    shard_bytes: tuple[int, ...]
+    tp: int
+    work_bytes: int
+    free_bytes: int
+    host_bytes: int
+    device_bytes: int
+    weights_to_encode: int
+    backend: str
+    weights_per_second: float
+
+    @property
+    def source_bytes(self) -> int:
+        return sum(c.source_bytes for c in self.classes)
+
+    @property
+    def output_bytes(self) -> int:
+        return sum(c.output_bytes for c in self.classes)
+
+    @property
+    def rank_bytes(self) -> int:
+        return sum(c.rank_bytes for c in self.classes)
+
+    @property
+    def encode_seconds(self) -> float:
+        return self.weights_to_encode / self.weights_per_second
+
+
+def plan(source: Path, recipe: Recipe, work: Path | None = None, tp: int = 4) -> Plan:
+    """Check a source and predict the job; reads headers, never weights.
+
+    Raises SourceError (files, index, names, shapes), PlanError (cuts, shards) and BudgetError early.
+    """
+    opened, config, dropped = read_source(source, recipe)
+    rules = list(census(config).values())
+    _check_shapes(rules, config, recipe, tp)
+    nbytes = {name: t.entry.nbytes for name, t in opened.tensors.items()}
+    shard_bytes = [0.0] * recipe.output.shards
+    for rule in rules:
+        shard_bytes[shard_of(rule, config, recipe.output.shards)] += _output_bytes(rule, recipe, nbytes)
+    backend, rate = _encoder_rate(recipe)
+    where = next(p for p in [(work or Path.cwd()).resolve(), *(work or Path.cwd()).resolve().parents] if p.exists())
+    return Plan(
+        source=str(source),
+        recipe=recipe.name,
+        tensors=len(opened.tensors),
+        dropped=dropped,
+        classes=tuple(class_sizes(rules, recipe, nbytes, tp)),
+        shards=recipe.output.shards,
+        shard_bytes=tuple(round(b) for b in shard_bytes),
+        tp=tp,
+        work_bytes=_work_bytes(rules, config, recipe),
+        free_bytes=shutil.disk_usage(where).free,
+        host_bytes=_host_bytes(opened, config, recipe),
+        device_bytes=_device_bytes(config, recipe),
+        weights_to_encode=_weights_to_encode(rules, recipe),
+        backend=backend,
+        weights_per_second=rate,
+    )
+
+
+def _check_shapes(rules: list[TensorRule], config: GlmConfig, recipe: Recipe, tp: int) -> None:
+    """Refuse now what would only fail at hour twenty."""
+    if recipe.output.shards > unit_count(config):
+        raise PlanError(
+            f"{recipe.output.shards} shards asked, this model has {unit_count(config)} units "
+            "(embedding, one per layer, norm with head): lower output.shards"
+        )
+    total = recipe.experts.budget * config.n_routed_experts
+    scopes = len(config.moe_layers) if recipe.experts.scope == "model" else 1
+    if (total * scopes).denominator != 1:
+        raise PlanError(
+            f"a mean of {recipe.experts.bits} bits over {config.n_routed_experts * scopes} experts "
+            f"({recipe.experts.scope} scope) is no whole number of bits: choose another mean"
+        )
+    check_tp(config, tp)
+    odd = [r.name for r in rules if r.role in (Role.EXPERT, Role.MTP_EXPERT) and (r.shape[0] % BLOCK or r.shape[1] % BLOCK)]
+    if odd:
+        raise PlanError(f"routed experts are not multiples of {BLOCK}, engines cannot cut them: {odd[:3]}")
+
+
+def _output_bytes(rule: TensorRule, recipe: Recipe, nbytes: dict[str, int]) -> float:
+    return float(class_sizes([rule], recipe, nbytes, 1)[0].output_bytes)
+
+
+def _weights_to_encode(rules: list[TensorRule], recipe: Recipe) -> int:
+    passes = {Role.EXPERT: len(recipe.experts.widths), Role.MTP_EXPERT: 1, Role.DENSE: 1, Role.CARRIED: 0}
+    return sum(r.padded[0] * r.padded[1] * passes[r.role] for r in rules if r.quantized)
+
+
+def _work_bytes(rules: list[TensorRule], config: GlmConfig, recipe: Recipe) -> int:
+    """Candidates of every width, fixed-width tensors, Hessians of fixed-width linears, two states, MoE rows."""
+    stored = sum(exl3_bytes(r, sum(recipe.experts.widths)) for r in rules if r.role is Role.EXPERT)
+    stored += sum(exl3_bytes(r, recipe.mtp.bits) for r in rules if r.role is Role.MTP_EXPERT)
+    stored += sum(exl3_bytes(r, recipe.dense.bits) for r in rules if r.role is Role.DENSE)
+    inputs = {(r.layer, r.in_features, r.module.rsplit(".", 1)[0]) for r in rules if r.role is Role.DENSE}
+    hessians = FLOAT * sum(width * width for _, width, _ in inputs)
+    return int(stored) + hessians + 2 * _state_bytes(config, recipe) + 2 * _rows_bytes(config, recipe)
+
+
+def _tokens(recipe: Recipe) -> int:
+    return (recipe.calibration.fit_windows + recipe.calibration.selection_windows) * recipe.calibration.window
+
+
+def _state_bytes(config: GlmConfig, recipe: Recipe) -> int:
+    """Hidden states of all windows (float32) and the sparse selection carried to sharing layers (int32)."""
+    return _tokens(recipe) * (config.hidden_size * FLOAT + min(config.index_topk, recipe.calibration.window) * 4)
+
+
+def _rows_bytes(config: GlmConfig, recipe: Recipe) -> int:
+    return _tokens(recipe) * (config.hidden_size * FLOAT + config.num_experts_per_tok * 2 * FLOAT)
+
+
+def _host_bytes(source: ShardedSource, config: GlmConfig, recipe: Recipe) -> int:
+    """The states and rows of one layer, its largest Hessian twice, its largest source tensor twice."""
+    largest = max(t.entry.nbytes for t in source.tensors.values())
+    width = max(config.num_attention_heads * config.v_head_dim, config.intermediate_size, config.hidden_size)
+    return _state_bytes(config, recipe) + _rows_bytes(config, recipe) + 2 * FLOAT * width * width + 2 * largest
+
+
+def _device_bytes(config: GlmConfig, recipe: Recipe) -> int:
+    """One layer in float32 while states advance, or one group of experts while it is encoded; the larger."""
+    expert = 3 * config.hidden_size * config.moe_intermediate_size * FLOAT
+    hessians = FLOAT * (config.hidden_size**2 + config.moe_intermediate_size**2)
+    group = recipe.experts.group * (6 * expert + 3 * hessians)
+    return max(config.n_routed_experts * expert, group)
+
+
+def _encoder_rate(recipe: Recipe) -> tuple[str, float]:
+    """The backend and its Viterbi rate, measured here and now on a few tiles at the middle width."""
+    backend = get_backend(recipe.encoder.backend)
+    bits = recipe.experts.widths[len(recipe.experts.widths) // 2]
+    tiles = torch.randn(PROBE_TILES, 256, generator=torch.Generator().manual_seed(0))
+    backend.encode_tiles(tiles[:2], bits)  # compiles on first use
+    started = time.perf_counter()
+    backend.encode_tiles(tiles, bits)
+    return backend.name, tiles.numel() / (time.perf_counter() - started)

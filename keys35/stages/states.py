@@ -1,0 +1,86 @@
+"""Hidden states of the calibration windows between two layers, kept on disk so that a killed run goes on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from keys35.files.atomic import load_tensors, save_tensors
+from keys35.glm.block import LayerWeights, Observer
+from keys35.glm.config import GlmConfig
+from keys35.glm.layer import decoder_layer
+
+WINDOWS_AT_ONCE_TOKENS = 32768
+
+
+@dataclass(frozen=True)
+class States:
+    """Windows after some layer. x (N, W, d) float32; chosen: per window the DSA selection, bool (W, W), or None."""
+
+    x: Tensor
+    chosen: tuple[Tensor | None, ...]
+
+    @classmethod
+    def start(cls, x: Tensor) -> "States":
+        """States of embedded windows, before the first layer."""
+        return cls(x, (None,) * x.shape[0])
+
+    def advance(
+        self,
+        config: GlmConfig,
+        layer: int,
+        weights: LayerWeights,
+        observer: Observer | None = None,
+    ) -> "States":
+        """All windows through one layer, a bounded number of tokens at a time."""
+        step = max(1, WINDOWS_AT_ONCE_TOKENS // self.x.shape[1])
+        states: list[Tensor] = []
+        chosen: list[Tensor | None] = []
+        for first in range(0, self.x.shape[0], step):
+            part = slice(first, first + step)
+            new, selected = decoder_layer(
+                config, layer, weights, list(self.x[part]), self.chosen[part], observer=observer
+            )
+            states += new
+            chosen += selected
+        return States(torch.stack(states), tuple(chosen))
+
+    def tensors(self, prefix: str, keep_selection: bool) -> dict[str, Tensor]:
+        """Named tensors for the work directory; selections as packed bits, and only if a next layer shares them."""
+        tensors = {f"{prefix}.x": self.x}
+        if keep_selection and self.chosen[0] is not None:
+            tensors[f"{prefix}.chosen"] = _pack(self.chosen)
+        return tensors
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor], prefix: str) -> "States":
+        """The inverse of `tensors`."""
+        x = tensors[f"{prefix}.x"]
+        packed = tensors.get(f"{prefix}.chosen")
+        return cls(x, (None,) * x.shape[0] if packed is None else _unpack(packed, x.shape[1]))
+
+
+def save_states(path: Path, parts: dict[str, States], keep_selection: bool) -> str:
+    """Write named groups of states ("fit", "selection") to one file; returns its SHA-256."""
+    tensors: dict[str, Tensor] = {}
+    for name, states in parts.items():
+        tensors |= states.tensors(name, keep_selection)
+    return save_tensors(path, tensors)
+
+
+def load_states(path: Path, names: Sequence[str]) -> dict[str, States]:
+    """Read named groups of states back."""
+    tensors = load_tensors(path)
+    return {name: States.from_tensors(tensors, name) for name in names}
+
+
+def _pack(chosen: Sequence[Tensor | None]) -> Tensor:
+    return torch.from_numpy(np.packbits(torch.stack(list(chosen)).cpu().numpy(), axis=-1))
+
+
+def _unpack(packed: Tensor, width: int) -> tuple[Tensor, ...]:
+    bits = np.unpackbits(packed.numpy(), axis=-1, count=width).astype(bool)
+    return tuple(torch.from_numpy(bits))

@@ -1,0 +1,51 @@
+"""Units of work: their names, files and receipts. A unit is done or not; nothing in between survives a kill."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from keys35.stages.job import Job
+
+CALIBRATION = "measure/calibration"
+SENSITIVITY = "measure/sensitivity"
+
+
+@dataclass(frozen=True)
+class ExpertUnit:
+    """A group of routed experts of one layer, encoded together."""
+
+    layer: int
+    experts: range
+
+    @property
+    def name(self) -> str:
+        """The unit's receipt in the ledger."""
+        return f"experts/{layer_name(self.layer)}/{self.experts.start:04d}"
+
+    def file(self, job: Job, width: int) -> Path:
+        """Where the group's encodings at one width are kept."""
+        return job.work.path("experts", layer_name(self.layer), f"{self.experts.start:04d}-k{width}.safetensors")
+
+
+def layer_name(layer: int) -> str:
+    """How a layer is called in file and unit names."""
+    return f"layer-{layer:03d}"
+
+
+def expert_units(job: Job, layer: int) -> list[ExpertUnit]:
+    """The units of one MoE layer, in order."""
+    return [ExpertUnit(layer, group) for group in job.expert_groups()]
+
+
+def capture_unit(layer: int) -> str:
+    """Receipt of a layer's calibration pass."""
+    return f"measure/capture/{layer_name(layer)}"
+
+
+def dense_unit(layer: int) -> str:
+    """Receipt of a layer's fixed-width dense linears."""
+    return f"quantize/dense/{layer_name(layer)}"
+
+
+def dense_file(job: Job, layer: int) -> Path:
+    """Where a layer's encoded dense linears are kept."""
+    return job.work.path("dense", f"{layer_name(layer)}.safetensors")
