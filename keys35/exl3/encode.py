@@ -129,7 +129,7 @@ def _check(job: LinearJob, hessians: Mapping[str, Tensor]) -> None:
     largest = float(job.weight.abs().max())
     if largest > LARGEST_WEIGHT:
         raise EncodeError(
-            f"{job.name}: the largest weight is {largest:.3g}, beyond what fp16 scales hold ({LARGEST_WEIGHT:.3g})"
+            f"{job.name}: the largest weight is {largest:.3g}, fp16 scales hold up to {LARGEST_WEIGHT:.3g}"
         )
     if job.hessian is None:
         return

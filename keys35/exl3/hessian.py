@@ -46,7 +46,7 @@ def factor_hessian(hessian: Tensor | None, scales: Tensor, sigma_reg: float) -> 
     """Factor Hk diag(scales) H diag(scales) Hk + damping.
 
     Shapes: hessian (k, k), the mean of x x^T over inputs x, or None; scales (k,), the signs with or without
-    the row scales of the weight. A Hessian that is None, zero or not finite gives a fallback without feedback.
+    the row scales of the weight. A Hessian that is None, zero or not finite gives a fallback, no feedback.
     A factorisation that fails is tried again with twice `sigma_reg` more damping, up to ten times.
     """
     hessian = usable_hessian(hessian)

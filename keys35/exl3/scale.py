@@ -58,8 +58,8 @@ def regularise(
     """Even out columns and rows, then rotate, so that tiles look like Gaussian noise.
 
     Shapes: weight float32 (k, n), finite; signs (k,) and (n,). A column is divided by its RMS to the
-    `out_power`, a row by its RMS to the `in_power`: at 1 every column is coded with the same relative error, at 0 with the
-    same absolute error, and at 1/2 the sum of squared errors is least.
+    `out_power`, a row by its RMS to the `in_power`. At 1 every column is coded with the same relative error,
+    at 0 with the same absolute error, and at 1/2 the sum of squared errors is least.
     """
     exponent = torch.frexp(weight.abs().max()).exponent
     weight = torch.ldexp(weight, -exponent)
