@@ -1,11 +1,18 @@
 """Builders of tiny checkpoints for tests, written with the stock safetensors library, not with ours."""
 
+import hashlib
 import json
+from collections import Counter
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+
+from keys35.files.headers import TORCH_DTYPE
+from keys35.glm.config import GlmConfig
+from keys35.glm.names import Role, TensorRule, census, exl3_parts
 
 TINY_CONFIG: dict[str, Any] = {
     "architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", "dtype": "bfloat16",
@@ -77,3 +84,99 @@ def write_raw_shard(path: Path, header: Any, data: bytes = b"", length: int | No
     size = len(text) if length is None else length
     path.write_bytes(size.to_bytes(8, "little", signed=size < 0) + text + data)
     return path
+
+
+def random_source(root: Path, config: dict[str, Any] | None = None, shards: int = 2) -> Path:
+    """Write a BF16 source with random weights for every tensor of the table of names."""
+    config = TINY_CONFIG if config is None else config
+    generator = torch.Generator().manual_seed(35)
+    tensors = {}
+    for rule in census(GlmConfig.from_dict(config)).values():
+        values = torch.randn(rule.shape, generator=generator) * 0.05
+        if rule.source == rule.name:  # a tied head is not stored
+            tensors[rule.name] = values.to(TORCH_DTYPE[rule.dtypes[0]])
+    return write_checkpoint(root, tensors, shards, config)
+
+
+def legal_encoding(rule: TensorRule, bits: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """EXL3 tensors of the right form for a linear; the trellis is random, so they decode to noise."""
+    k, n = rule.padded
+    svh = torch.ones(n, dtype=torch.float16)
+    svh[rule.out_features :] = 0
+    shape = (k // 16, n // 16, 16 * bits)
+    names = exl3_parts(rule.module)
+    return {
+        names["trellis"]: torch.randint(-(1 << 15), 1 << 15, shape, generator=generator, dtype=torch.int16),
+        names["suh"]: torch.full((k,), 0.01, dtype=torch.float16),
+        names["svh"]: svh,
+        names["mul1"]: torch.tensor(-2082680531, dtype=torch.int32),
+    }
+
+
+class Output:
+    """A finished checkpoint held in memory as tensors and JSON, to be spoilt and then written.
+
+    `widths` gives every routed expert's bits by layer; dense linears have 5 bits and MTP experts 8.
+    """
+
+    def __init__(self, source: Path, widths: dict[int, list[int]], shards: int = 3):
+        self.source, self.shards, self.widths = source, shards, widths
+        self.config = json.loads((source / "config.json").read_text())
+        glm = GlmConfig.from_dict(self.config)
+        self.rules = census(glm)
+        origin: dict[str, torch.Tensor] = {}
+        for path in sorted(source.glob("*.safetensors")):
+            origin |= load_file(path)
+        generator = torch.Generator().manual_seed(1)
+        self.tensors: dict[str, torch.Tensor] = {}
+        for rule in self.rules.values():
+            if rule.quantized:
+                self.tensors |= legal_encoding(rule, self.bits(rule), generator)
+            else:
+                self.tensors[rule.name] = origin[rule.source]
+        total = Counter(str(bits) for layer in widths.values() for bits in layer)
+        routed = [bits for layer in widths.values() for bits in layer]
+        mean = Fraction(sum(routed), len(routed))
+        mtp = {str(layer): [8] * glm.n_routed_experts for layer in glm.mtp_layers}
+        self.quantization: dict[str, Any] = {
+            "quant_method": "exl3", "version": "keys35 0.0", "format": "keys35-v1", "bits": float(mean),
+            "head_bits": 16, "codebook": "mul1", "dense_bits": 5, "mtp_bits": 8,
+            "calibration": {"rows": 1, "cols": 128},
+            "expert_bits": {str(layer): bits for layer, bits in widths.items()} | mtp,
+        }  # fmt: skip
+        self.report: dict[str, Any] = {
+            "routed_mean_bits": float(mean), "routed_mean_bits_exact": str(mean), "dropped": [],
+            "widths_total": dict(total),
+            "carried_identical": [rule.name for rule in self.rules.values() if not rule.quantized],
+        }  # fmt: skip
+
+    def bits(self, rule: TensorRule) -> int:
+        if rule.role is Role.EXPERT:
+            return self.widths[rule.layer][rule.expert]
+        return 8 if rule.role is Role.MTP_EXPERT else 5
+
+    def storage(self) -> dict[str, Any]:
+        """tensor_storage as it follows from the tensors."""
+        modules: dict[str, Any] = {}
+        for name, tensor in self.tensors.items():
+            module = modules.setdefault(name.rpartition(".")[0], {"stored_tensors": {}})
+            facts = {"shape": list(tensor.shape), "n_bytes": tensor.nbytes, "dtype": str(tensor.dtype)}
+            module["stored_tensors"][name] = facts
+            if name.endswith(".trellis"):
+                bits = tensor.shape[-1] // 16
+                module |= {"quant_format": "exl3", "bits_per_weight": bits}
+                module["mul1_multiplier"] = 2212286765
+        return modules
+
+    def write(self, root: Path) -> Path:
+        """Write everything, shard sizes and hashes of the report included."""
+        config = {**self.config, "tie_word_embeddings": False, "quantization_config": self.quantization}
+        write_checkpoint(root, self.tensors, self.shards, config)
+        storage = {**self.quantization, "tensor_storage": self.storage()}
+        (root / "quantization_config.json").write_text(json.dumps(storage))
+        shards = [{"file": path.name, "bytes": path.stat().st_size,
+                   "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+                  for path in sorted(root.glob("*.safetensors"))]  # fmt: skip
+        report = json.dumps({**self.report, "shards": shards})
+        (root / "KEYS35_ASSEMBLY_REPORT.json").write_text(report)
+        return root
