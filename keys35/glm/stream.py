@@ -55,10 +55,10 @@ def mtp(
 
 
 class Head:
-    """Final norm and vocabulary projection; under TP, this rank's rows of the vocabulary."""
+    """Final norm and vocabulary projection in float32; under TP, this rank's rows of the vocabulary."""
 
     def __init__(self, norm: Tensor, weight: Tensor, eps: float) -> None:
-        self.norm, self.weight, self.eps = norm, weight, eps
+        self.norm, self.weight, self.eps = norm.float(), weight.float(), eps
 
     @classmethod
     def of_trunk(cls, store: WeightStore) -> "Head":
@@ -71,5 +71,6 @@ class Head:
 
     @torch.no_grad()
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Float32 logits (rows, vocabulary) of states (rows, d); keep the number of rows small."""
-        return F.linear(rms_norm(hidden, self.norm, self.eps), self.weight).float()
+        """Logits (rows, vocabulary) of states (rows, d); keep the number of rows small."""
+        states = hidden.to(self.weight.device, torch.float32)
+        return F.linear(rms_norm(states, self.norm, self.eps), self.weight)

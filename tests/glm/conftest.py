@@ -6,6 +6,8 @@ from keys35.files.source import ShardedSource
 from keys35.glm.config import GlmConfig
 from keys35.glm.weights import WeightStore
 
+torch.set_num_threads(1)  # many small products: threads would only wait for each other
+
 
 @pytest.fixture(scope="session", name="demo_config")
 def demo_config_fixture() -> GlmConfig:

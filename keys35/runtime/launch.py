@@ -1,0 +1,203 @@
+"""Start the tensor-parallel runtime and collect what its ranks report."""
+
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from keys35.errors import RankError, SourceError
+from keys35.files.atomic import read_json
+from keys35.glm.config import GlmConfig
+from keys35.glm.names import check_tp
+from keys35.runtime.panel import Panel
+from keys35.runtime.rank import RankJob, choose_device, run_job
+from keys35.runtime.ranks import Ranks
+
+log = logging.getLogger(__name__)
+
+SHUTDOWN_S = 15
+_AGAIN = "run the panel again"
+
+
+@dataclass(frozen=True)
+class PanelResult:
+    """Metrics of a checkpoint on a panel (see PanelMetrics.result), each rank's report, seconds in all."""
+
+    metrics: dict[str, Any]
+    ranks: tuple[dict[str, Any], ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Greedy tokens after a prompt, each rank's report, seconds in all."""
+
+    tokens: tuple[int, ...]
+    ranks: tuple[dict[str, Any], ...]
+    seconds: float
+
+
+def run_panel(
+    checkpoint: Path | str,
+    panel: Panel,
+    reference_dir: Path,
+    tp: int,
+    out_dir: Path,
+    *,
+    mtp_hidden: str | None = None,
+    device: str = "auto",
+    dtype: str = "float32",
+    save_logits: bool = False,
+    timeout_s: float = 300.0,
+    limit_s: float | None = None,
+    port: int | None = None,
+) -> PanelResult:
+    """Score a checkpoint on a panel with `tp` ranks (one rank runs in this process, without torchrun).
+
+    `timeout_s` bounds every exchange between ranks, `limit_s` the whole run. Logits go to out_dir/logits when
+    `save_logits`. Raises RankError, never hangs, when a rank dies, disagrees or cannot open its port.
+    """
+    out_dir.mkdir(parents=True, exist_ok=True)
+    panel.save(out_dir / "panel.json")
+    job = RankJob(
+        checkpoint=str(checkpoint),
+        out=str(out_dir),
+        panel=str(out_dir / "panel.json"),
+        reference=str(reference_dir),
+        save_logits=save_logits,
+        mtp_hidden=mtp_hidden,
+        device=device,
+        dtype=dtype,
+        timeout_s=timeout_s,
+    )
+    result, ranks, seconds = launch(job, tp, limit_s=limit_s, port=port)
+    return PanelResult(result["metrics"], ranks, seconds)
+
+
+def run_generate(
+    checkpoint: Path | str,
+    prompt: Sequence[int],
+    new_tokens: int,
+    tp: int,
+    out_dir: Path,
+    *,
+    device: str = "auto",
+    dtype: str = "float32",
+    timeout_s: float = 300.0,
+    limit_s: float | None = None,
+    port: int | None = None,
+) -> Generated:
+    """Generate greedily after a prompt of token ids; arguments and errors as for `run_panel`."""
+    out_dir.mkdir(parents=True, exist_ok=True)
+    if not prompt:
+        raise RankError("the prompt is empty; give at least one token")
+    job = RankJob(
+        checkpoint=str(checkpoint),
+        out=str(out_dir),
+        prompt=tuple(prompt),
+        new_tokens=new_tokens,
+        device=device,
+        dtype=dtype,
+        timeout_s=timeout_s,
+    )
+    result, ranks, seconds = launch(job, tp, limit_s=limit_s, port=port)
+    return Generated(tuple(result["tokens"]), ranks, seconds)
+
+
+def launch(
+    job: RankJob, tp: int, *, limit_s: float | None = None, port: int | None = None
+) -> tuple[dict[str, Any], tuple[dict[str, Any], ...], float]:
+    """Run a job on `tp` ranks of this machine; its result, the ranks' reports, and seconds."""
+    started, out = time.monotonic(), Path(job.out)
+    _check_ranks(job, tp)
+    for stale in [*out.glob("rank-*.json"), out / "result.json"]:
+        stale.unlink(missing_ok=True)
+    if tp == 1:
+        device = choose_device(job.device, 0, 1)
+        run_job(job, Ranks(), device)
+    else:
+        job.save(out / "job.json")
+        _torchrun(out, tp, limit_s, port)
+    result = read_json(out / "result.json", RankError, _AGAIN)
+    ranks = tuple(read_json(out / f"rank-{rank}.json", RankError, _AGAIN) for rank in range(tp))
+    return result, ranks, time.monotonic() - started
+
+
+def _check_ranks(job: RankJob, tp: int) -> None:
+    """Refuse an impossible split from the config alone, before any process starts."""
+    config = Path(job.checkpoint.format(rank=0)) / "config.json"
+    check_tp(GlmConfig.from_dict(read_json(config, SourceError, "give a checkpoint's folder")), tp)
+
+
+def _torchrun(out: Path, tp: int, limit_s: float | None, port: int | None) -> None:
+    meet = (
+        ["--standalone", "--local-addr=127.0.0.1"]
+        if port is None
+        else ["--master-addr=127.0.0.1", f"--master-port={port}"]
+    )
+    if port is not None:
+        _require_free(port)
+    command = [sys.executable, "-m", "torch.distributed.run", *meet, f"--nproc-per-node={tp}"]
+    command += ["-m", "keys35.runtime.rank", str(out / "job.json")]
+    # All ranks are on this machine, so they need no network interface but the loopback one.
+    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | os.environ
+    package = str(Path(__file__).parents[2])
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+    log.info("starting %d ranks, their output goes to %s", tp, out / "ranks.log")
+    with open(out / "ranks.log", "wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+        try:
+            code = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            raise RankError(f"{tp} ranks did not finish within {limit_s:g} s; see {out}/ranks.log") from None
+        finally:
+            _stop(process)
+    if code:
+        raise RankError(_failure(out, tp))
+
+
+def _require_free(port: int) -> None:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise RankError(f"port {port} cannot be used ({error.strerror}); choose another one") from None
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End torchrun and, through it, its ranks; kill their session if that takes too long."""
+    if process.poll() is not None:
+        return
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(SHUTDOWN_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _failure(out: Path, tp: int) -> str:
+    """Why a job failed, from the ranks' own words: a refusal first, then a killed rank, then any error."""
+    errors = [read_json(path, RankError, _AGAIN) for path in out.glob("rank-*.error.json")]
+    errors.sort(key=lambda error: (not error["known"], error["time"]))
+    text = (out / "ranks.log").read_text(errors="replace")
+    deaths = re.findall(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s+exitcode\s*:\s*-(\d+)", text)
+    killed = [(rank, sign) for rank, sign in deaths if int(sign) != signal.SIGTERM]  # torchrun ends the rest
+    if errors and errors[0]["known"]:
+        return f"rank {errors[0]['rank']} of {tp}: {errors[0]['message']}"
+    if killed:
+        rank, sign = killed[0]
+        return f"rank {rank} of {tp} was killed by signal {sign} (out of memory?); see {out}/ranks.log"
+    if errors:
+        return f"rank {errors[0]['rank']} of {tp} failed: {errors[0]['message']}; see {out}/ranks.log"
+    return f"the ranks did not start; the end of {out}/ranks.log says: {text[-500:].strip()}"

@@ -1,0 +1,160 @@
+"""One rank of the tensor-parallel runtime: `torchrun ... -m keys35.runtime.rank JOB.json`.
+
+Needs only torch, safetensors and numpy, so that a rank starts fast and stays small.
+"""
+
+import ctypes
+import hashlib
+import os
+import signal
+import sys
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from keys35.errors import Keys35Error, RankError
+from keys35.files.atomic import read_json, write_json
+from keys35.files.source import ShardedSource
+from keys35.glm.config import GlmConfig
+from keys35.glm.names import check_tp
+from keys35.glm.weights import WeightStore
+from keys35.runtime.generate import Decoder, generate
+from keys35.runtime.panel import Panel
+from keys35.runtime.ranks import GroupRanks, Ranks
+from keys35.runtime.reference import Reference
+from keys35.runtime.score import score_panel
+
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class RankJob:
+    """What all ranks are asked to do; stored as JSON for torchrun.
+
+    checkpoint may contain "{rank}", for nodes that hold copies under different paths. With `panel` and
+    `reference` the job scores the panel; with `prompt` it generates `new_tokens` tokens; results go to `out`.
+    """
+
+    checkpoint: str
+    out: str
+    panel: str | None = None
+    reference: str | None = None
+    save_logits: bool = False
+    prompt: tuple[int, ...] = ()
+    new_tokens: int = 0
+    mtp_hidden: str | None = None
+    device: str = "auto"
+    dtype: str = "float32"
+    timeout_s: float = 300.0
+
+    def save(self, path: Path) -> None:
+        write_json(path, asdict(self))
+
+    @classmethod
+    def load(cls, path: Path) -> "RankJob":
+        stored = read_json(path, RankError, "start the runtime again")
+        return cls(**stored | {"prompt": tuple(stored["prompt"])})
+
+
+def run_job(job: RankJob, ranks: Ranks, device: torch.device) -> dict[str, Any]:
+    """Do one rank's part of a job, write its rank-N.json and, on rank 0, result.json; returns the result."""
+    started, out = time.monotonic(), Path(job.out)
+    source = ShardedSource.open(Path(job.checkpoint.format(rank=ranks.rank)))
+    _agree_on_checkpoint(source, ranks, device)
+    config = GlmConfig.from_dict(source.config, job.mtp_hidden)
+    check_tp(config, ranks.world)
+    dtype = getattr(torch, job.dtype)
+    store = WeightStore(source, config, device=device, dtype=dtype, tp=ranks.world, rank=ranks.rank)
+    result: dict[str, Any] = {}
+    if job.panel and job.reference:
+        panel = Panel.load(Path(job.panel))
+        panel.check_vocabulary(config.vocab_size)
+        logits_dir = out / "logits" if job.save_logits else None
+        scores = score_panel(store, ranks, panel, Reference.open(Path(job.reference), panel), logits_dir)
+        result["metrics"] = scores
+    if job.prompt:
+        decoder = Decoder(store, ranks)
+        result["tokens"] = list(generate(decoder, job.prompt, job.new_tokens))
+    if ranks.rank == 0:
+        write_json(out / "result.json", result)
+    report = {
+        "rank": ranks.rank,
+        "device": str(device),
+        "bytes_read": source.bytes_read,
+        "bytes_by_class": dict(store.read),
+        "peak_rss_bytes": peak_rss_bytes(),
+        "seconds": time.monotonic() - started,
+    }
+    if device.type == "cuda":
+        report["peak_gpu_bytes"] = torch.cuda.max_memory_allocated(device)
+    write_json(out / f"rank-{ranks.rank}.json", report)
+    return result
+
+
+def _agree_on_checkpoint(source: ShardedSource, ranks: Ranks, device: torch.device) -> None:
+    """Refuse to run when ranks opened different checkpoints: their slices would sum up to noise."""
+    # Copies on other nodes have other modification times, which end the fingerprint of large files.
+    prints = [f"{file}: {text.split(', mtime')[0]}" for file, text in sorted(source.fingerprint().items())]
+    mine = hashlib.sha256("\n".join(prints).encode()).digest()
+    everyone = ranks.all(torch.tensor(list(mine), dtype=torch.uint8, device=device))
+    others = [rank for rank, digest in enumerate(everyone) if not torch.equal(digest, everyone[0])]
+    if others:
+        raise RankError(
+            f"ranks {others} opened another checkpoint than rank 0 (here: {source.root}); "
+            "give every rank the same files"
+        )
+
+
+def peak_rss_bytes() -> int:
+    """This process's peak resident memory. Not getrusage: that one remembers the parent before exec."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def choose_device(name: str, local_rank: int, local_world: int) -> torch.device:
+    """ "auto" is this rank's own GPU when there are enough for all ranks of the node, else the CPU."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.device_count() >= local_world else "cpu"
+    if name == "cuda" and torch.cuda.device_count() < local_world:
+        raise RankError(
+            f"{local_world} ranks need a GPU each, {torch.cuda.device_count()} are visible; use device = cpu"
+        )
+    return torch.device("cuda", local_rank) if name == "cuda" else torch.device(name)
+
+
+def main() -> int:
+    """Entry point under torchrun; a failure leaves rank-N.error.json for the launcher to read."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # never outlive torchrun
+    job, rank = RankJob.load(Path(sys.argv[1])), int(os.environ["RANK"])
+    out = Path(job.out)
+    write_json(out / f"rank-{rank}.pid.json", {"pid": os.getpid()})
+    try:
+        local_rank, local_world = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        device = choose_device(job.device, local_rank, local_world)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        else:
+            torch.set_num_threads(1)
+        ranks = GroupRanks("nccl" if device.type == "cuda" else "gloo", job.timeout_s)
+        run_job(job, ranks, device)
+        ranks.close()
+    except Exception as error:
+        known = isinstance(error, Keys35Error)
+        message = str(error) if known else f"{type(error).__name__}: {error}"
+        write_json(
+            out / f"rank-{rank}.error.json",
+            {"rank": rank, "known": known, "message": message, "time": time.time()},
+        )
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""The reference: final states of the BF16 source on a panel, kept on disk so that it is streamed only once.
+
+States take hidden_size numbers per token instead of a vocabulary's worth of logits, and logits made from them
+again are exact where stored 16-bit logits are not.
+"""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from keys35.errors import RankError
+from keys35.files.atomic import load_tensors, read_json, save_tensors, write_json
+from keys35.glm.names import FINAL_NORM, HEAD, rank_range
+from keys35.glm.stream import Head, embed, mtp, trunk
+from keys35.glm.weights import WeightStore
+from keys35.runtime.metrics import NO_LABEL, PanelMetrics
+from keys35.runtime.panel import Panel
+
+log = logging.getLogger(__name__)
+
+LOGIT_ROWS = 256
+_AGAIN = "delete the reference folder and make it again"
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A reference folder. `facts` holds the panel's and the source's fingerprints and the noise floor."""
+
+    root: Path
+    facts: dict[str, Any]
+
+    @classmethod
+    def open(cls, root: Path, panel: Panel) -> "Reference":
+        """Open a reference; RankError when it is damaged or belongs to another panel."""
+        facts = read_json(root / "reference.json", RankError, _AGAIN)
+        if facts["panel"] != panel.fingerprint:
+            raise RankError(f"{root} was made for another panel than '{panel.name}'; {_AGAIN}")
+        return cls(root, facts)
+
+    def states(self, window: int) -> dict[str, Tensor]:
+        """ "hidden" (S, d) before the final norm, and "mtp" (S-1, d) when the model has an MTP layer."""
+        return load_tensors(_window_file(self.root, window))
+
+    def heads(self, tp: int, rank: int, device: torch.device) -> dict[str, Head]:
+        """The source's own heads ("hidden", "mtp"), this rank's rows of the vocabulary."""
+        with safe_open(self.root / "head.safetensors", "pt") as file:
+            rows = file.get_slice("weight")
+            start, stop = rank_range(rows.get_shape()[0], tp, rank)
+            weight = rows[start:stop].to(device)
+            norms = {key: file.get_tensor(f"norm.{key}").to(device) for key in self.facts["states"]}
+        return {key: Head(norm, weight, self.facts["eps"]) for key, norm in norms.items()}
+
+
+def make_reference(store: WeightStore, panel: Panel, root: Path, *, repeat: bool = True) -> Reference:
+    """Stream the source over the panel and keep its final states; `repeat` does it twice for a noise floor.
+
+    An existing reference of the same source and panel is reused. The noise floor is the mean KL and the share
+    of changed top-1 tokens between two passes of the same weights: a smaller difference is not a difference.
+    """
+    panel.check_vocabulary(store.config.vocab_size)
+    wanted = _identity(store, panel)
+    if (root / "reference.json").exists():
+        facts = read_json(root / "reference.json", RankError, _AGAIN)
+        if all(facts.get(key) == value for key, value in wanted.items()):
+            return Reference(root, facts)
+    root.mkdir(parents=True, exist_ok=True)
+    (root / "reference.json").unlink(missing_ok=True)
+    states = _pass(store, panel)
+    for window, tensors in enumerate(states):
+        save_tensors(_window_file(root, window), tensors)
+    _save_heads(store, root, states[0].keys())
+    noise = _noise(store, panel, states, _pass(store, panel)) if repeat else None
+    facts = wanted | {
+        "states": sorted(states[0]),
+        "eps": store.config.rms_norm_eps,
+        "tokens": panel.token_count,
+        "noise": noise,
+    }
+    write_json(root / "reference.json", facts)
+    log.info("reference of %d tokens in %s, noise floor %s", panel.token_count, root, noise)
+    return Reference(root, facts)
+
+
+def _identity(store: WeightStore, panel: Panel) -> dict[str, Any]:
+    return {
+        "panel": panel.fingerprint,
+        "source": store.source.fingerprint(),
+        "dtype": str(store.dtype),
+        "device": store.device.type,
+        "mtp_hidden": store.config.mtp_hidden,
+    }
+
+
+def _pass(store: WeightStore, panel: Panel) -> list[dict[str, Tensor]]:
+    embedded = embed(store, panel.tokens)
+    hidden = trunk(store, embedded)
+    states = [{"hidden": x.float().cpu()} for x in hidden]
+    if store.config.num_nextn_predict_layers:
+        for window, x in zip(states, mtp(store, hidden, embedded), strict=True):
+            window["mtp"] = x.float().cpu()
+    return states
+
+
+def _save_heads(store: WeightStore, root: Path, kinds: Any) -> None:
+    """Norms and head with the states, so that scoring needs neither the source nor the checkpoint's word."""
+    last = store.config.num_hidden_layers
+    norms = {"hidden": FINAL_NORM, "mtp": f"model.layers.{last}.shared_head.norm.weight"}
+    tensors = {f"norm.{kind}": store.source.read(norms[kind]) for kind in kinds}
+    tensors["weight"] = store.source.read(store.rules[HEAD].source)
+    save_tensors(root / "head.safetensors", tensors)
+
+
+def _noise(
+    store: WeightStore, panel: Panel, first: list[dict[str, Tensor]], second: list[dict[str, Tensor]]
+) -> dict[str, float]:
+    head, metrics = Head.of_trunk(store), PanelMetrics()
+    for window, (a, b) in enumerate(zip(first, second, strict=True)):
+        labels = next_tokens(panel.tokens[window])
+        for start in range(0, len(labels), LOGIT_ROWS):
+            rows = slice(start, start + LOGIT_ROWS)
+            p, q = (head(x["hidden"][rows]) for x in (a, b))
+            metrics.add(window, panel.domains[window], p, q, labels[rows])
+    result = metrics.result()
+    return {"kl": result["kl"], "changed_top1": 1 - result["top1"]}
+
+
+def next_tokens(tokens: Tensor) -> Tensor:
+    """The label of each position of a window (S,): its next token, NO_LABEL at the end."""
+    return torch.cat([tokens[1:], tokens.new_full((1,), NO_LABEL)])
+
+
+def _window_file(root: Path, window: int) -> Path:
+    return root / f"window-{window:05d}.safetensors"

@@ -1,0 +1,181 @@
+"""Four ranks against one process, and what happens when a rank fails."""
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+from subprocess import run
+
+import pytest
+import torch
+from builders_exl3 import DEMO
+
+from keys35.errors import PlanError, RankError
+from keys35.files.atomic import load_tensors
+from keys35.glm.stream import Head, embed, trunk
+from keys35.glm.weights import Keep, WeightStore
+from keys35.runtime.generate import Decoder, generate
+from keys35.runtime.launch import run_generate, run_panel
+from keys35.runtime.metrics import PanelMetrics
+from keys35.runtime.ranks import Ranks
+from keys35.runtime.reference import next_tokens
+
+
+@pytest.fixture(scope="module")
+def alone(packed, panel, reference, tmp_path_factory):
+    out = tmp_path_factory.mktemp("tp1")
+    return out, run_panel(
+        packed.root, panel, reference.root, 1, out, mtp_hidden="pre_norm", device="cpu", save_logits=True
+    )
+
+
+@pytest.fixture(scope="module")
+def four(packed, panel, reference, tmp_path_factory):
+    out = tmp_path_factory.mktemp("tp4")
+    return out, run_panel(
+        packed.root, panel, reference.root, 4, out, mtp_hidden="pre_norm", device="cpu", save_logits=True
+    )
+
+
+def test_four_ranks_equal_one_process(alone, four, panel):
+    between = PanelMetrics()
+    for window, tokens in enumerate(panel.tokens):
+        name = f"logits/window-{window:05d}.safetensors"
+        one, many = (load_tensors(out / name)["logits"] for out, _ in (alone, four))
+        assert one.shape == (len(tokens), 2048)
+        assert (one - many).abs().max() <= 1e-3
+        between.add(window, "all", one, many, next_tokens(tokens))
+    assert between.result()["kl"] <= 1e-5
+    assert four[1].metrics["kl"] == pytest.approx(alone[1].metrics["kl"], abs=1e-5)
+    assert four[1].metrics["mtp"] == pytest.approx(alone[1].metrics["mtp"], abs=5e-3)
+
+
+def test_each_rank_reads_about_a_quarter_and_stays_small(alone, four, packed):
+    whole = alone[1].ranks[0]["bytes_by_class"]
+    read = alone[1].ranks[0]["bytes_read"]  # an expert no token chose is never read
+    assert 0.9 * packed.total_size < read < packed.total_size + 4096
+    for report in four[1].ranks:
+        by_class = report["bytes_by_class"]
+        assert by_class["sharded"] * 4 == whole["sharded"]
+        assert by_class["replicated"] == whole["replicated"]
+        assert report["bytes_read"] == by_class["sharded"] + by_class["replicated"]
+        assert report["peak_rss_bytes"] < 400 << 20
+    assert sum(report["peak_rss_bytes"] for report in four[1].ranks) < 1.6 * 2**30
+
+
+def test_ranks_load_neither_encoder_nor_transformers():
+    code = "import sys, keys35.runtime.rank; print([m for m in sys.modules])"
+    modules = run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    for unwanted in ("'numba'", "'transformers'", "keys35.exl3.encode", "keys35.exl3.viterbi"):
+        assert unwanted not in modules
+
+
+def test_the_source_scores_zero_against_itself(panel, reference, tmp_path):
+    result = run_panel(
+        DEMO / "model", panel, reference.root, 1, tmp_path, mtp_hidden="pre_norm", device="cpu"
+    )
+    assert result.metrics["kl"] < 1e-9 and result.metrics["top1"] == 1
+    mtp = result.metrics["mtp"]
+    assert mtp["top1"] == mtp["top1_reference"] and mtp["acceptance"] == mtp["acceptance_reference"]
+    assert result.metrics["domains"]["code"]["ppl"] < result.metrics["domains"]["prose"]["ppl"]
+    assert not (tmp_path / "logits").exists()
+
+
+def test_generation_on_four_ranks_equals_one_process(packed, panel, tmp_path):
+    prompt = panel.tokens[0][:140].tolist()  # longer than index_topk
+    one = run_generate(packed.root, prompt, 12, 1, tmp_path / "one", device="cpu")
+    many = run_generate(packed.root, prompt, 12, 4, tmp_path / "four", device="cpu")
+    assert one.tokens == many.tokens and len(one.tokens) > 0
+    assert max(r["bytes_read"] for r in many.ranks) < 0.5 * one.ranks[0]["bytes_read"]
+
+
+def test_generated_tokens_are_the_greedy_ones_of_a_full_pass(source_store, panel):
+    prompt = panel.tokens[2][:130].tolist()
+    tokens = list(generate(Decoder(source_store, Ranks()), prompt, 10))
+    whole = torch.tensor(prompt + tokens)
+    logits = Head.of_trunk(source_store)(trunk(source_store, embed(source_store, [whole]))[0])
+    assert tokens == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+def test_packed_weights_generate_the_same_tokens(source_store, packed, panel):
+    store = WeightStore(packed, source_store.config)
+    prompt = panel.tokens[2][:20].tolist()
+    all_, small = (
+        list(generate(Decoder(store, Ranks(), keep), prompt, 3)) for keep in (Keep.ALL, Keep.PACKED)
+    )
+    assert all_ == small
+
+
+def test_generation_ends_at_an_end_of_sequence_token(source_store, panel):
+    decoder = Decoder(source_store, Ranks())
+    prompt = panel.tokens[2][:20].tolist()
+    first = next(generate(decoder, prompt, 1))
+    decoder.config = dataclasses.replace(decoder.config, eos_token_ids=(first,))
+    assert list(generate(decoder, prompt, 5)) == []
+
+
+def test_a_rank_with_another_checkpoint_is_refused(packed, panel, reference, tmp_path):
+    for rank in range(2):
+        shutil.copytree(packed.root, tmp_path / f"copy-{rank}")
+    shard = sorted((tmp_path / "copy-1").glob("*.safetensors"))[0]
+    with open(shard, "r+b") as file:  # one bit of one trellis, same shapes
+        file.seek(-1, os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([byte ^ 1]))
+    with pytest.raises(RankError, match=r"ranks \[1\] opened another checkpoint"):
+        run_panel(
+            str(tmp_path / "copy-{rank}"),
+            panel,
+            reference.root,
+            2,
+            tmp_path / "out",
+            device="cpu",
+            limit_s=120,
+        )
+
+
+def test_a_killed_rank_is_named_and_nobody_hangs(packed, panel, reference, tmp_path):
+    def kill() -> None:
+        path = tmp_path / "rank-1.pid.json"
+        while not path.exists():
+            time.sleep(0.02)
+        os.kill(json.loads(path.read_text())["pid"], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill, daemon=True)
+    killer.start()
+    started = time.monotonic()
+    with pytest.raises(RankError, match="rank 1 of 2 was killed by signal 9"):
+        run_panel(packed.root, panel, reference.root, 2, tmp_path, device="cpu", limit_s=120)
+    assert time.monotonic() - started < 60
+
+
+def test_a_port_in_use_is_refused(packed, panel, reference, tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(RankError, match=f"port {port} cannot be used"):
+            run_panel(packed.root, panel, reference.root, 2, tmp_path, device="cpu", port=port)
+
+
+def test_running_out_of_time_is_an_error_not_a_hang(packed, panel, reference, tmp_path):
+    with pytest.raises(RankError, match="did not finish within 0.5 s"):
+        run_panel(packed.root, panel, reference.root, 2, tmp_path, device="cpu", limit_s=0.5)
+
+
+def test_a_number_of_ranks_that_does_not_cut_is_refused_before_loading(packed, panel, reference, tmp_path):
+    with pytest.raises(PlanError, match="tp = 8"):
+        run_panel(packed.root, panel, reference.root, 8, tmp_path, device="cpu")
+    assert not (tmp_path / "ranks.log").exists()
+
+
+def test_a_gpu_per_rank_is_required_when_gpus_are_asked_for(packed, panel, reference, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(RankError, match="need a GPU each"):
+        run_panel(packed.root, panel, reference.root, 1, tmp_path, device="cuda")

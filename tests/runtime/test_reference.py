@@ -1,0 +1,61 @@
+import pytest
+import torch
+from builders_exl3 import DEMO, demo_config, demo_windows
+
+from keys35.errors import RankError, RecipeError
+from keys35.files.source import ShardedSource
+from keys35.glm.stream import Head, embed, trunk
+from keys35.glm.weights import WeightStore
+from keys35.runtime.panel import Panel
+from keys35.runtime.reference import Reference, make_reference
+
+
+def test_a_panel_survives_saving(tmp_path, panel):
+    panel.save(tmp_path / "panel.json")
+    again = Panel.load(tmp_path / "panel.json")
+    assert again.fingerprint == panel.fingerprint and again.domains == panel.domains
+    assert all(torch.equal(a, b) for a, b in zip(again.tokens, panel.tokens, strict=True))
+
+
+def test_a_panel_says_what_is_wrong_with_it(panel):
+    with pytest.raises(RecipeError, match="fewer than 3"):
+        Panel.of("short", [torch.tensor([1, 2])], ["prose"])
+    with pytest.raises(RecipeError, match="0 windows"):
+        Panel.of("none", [], [])
+    with pytest.raises(RecipeError, match="vocabulary ends at 99"):
+        panel.check_vocabulary(100)
+
+
+def test_logits_from_stored_states_are_the_models_own(reference, panel, source_store):
+    heads = reference.heads(1, 0, torch.device("cpu"))
+    direct = Head.of_trunk(source_store)(trunk(source_store, embed(source_store, panel.tokens[:1]))[0])
+    stored = heads["hidden"](reference.states(0)["hidden"])
+    assert torch.allclose(stored, direct, atol=1e-4)
+    assert reference.states(0)["mtp"].shape == (255, 128)
+
+
+def test_the_noise_floor_of_a_repeatable_machine_is_zero(reference):
+    assert reference.facts["noise"]["kl"] < 1e-9 and reference.facts["noise"]["changed_top1"] == 0
+
+
+def test_a_reference_is_reused_only_for_its_own_panel(reference, panel, source_store):
+    stamp = (reference.root / "reference.json").stat().st_mtime_ns
+    make_reference(source_store, panel, reference.root)
+    assert (reference.root / "reference.json").stat().st_mtime_ns == stamp
+    other = Panel.of("other", demo_windows("eval-prose.txt", 1, 30), ["prose"])
+    with pytest.raises(RankError, match="another panel"):
+        Reference.open(reference.root, other)
+
+
+def test_vocabulary_shares_of_the_heads_compose(reference):
+    states = reference.states(0)["hidden"][:5]
+    whole = reference.heads(1, 0, torch.device("cpu"))["hidden"](states)
+    shares = [reference.heads(4, rank, torch.device("cpu"))["hidden"](states) for rank in range(4)]
+    assert torch.allclose(torch.cat(shares, -1), whole, atol=1e-5)
+
+
+def test_a_model_without_mtp_has_a_reference_too(tmp_path, panel):
+    config = ShardedSource.open(DEMO / "model").config | {"num_nextn_predict_layers": 0}
+    store = WeightStore(ShardedSource.open(DEMO / "model"), demo_config().from_dict(config))
+    reference = make_reference(store, panel, tmp_path, repeat=False)
+    assert reference.facts["states"] == ["hidden"] and reference.facts["noise"] is None
