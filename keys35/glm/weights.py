@@ -92,33 +92,42 @@ class StoredLayer:
     """One layer of a WeightStore, in the form `decoder_layer` takes."""
 
     def __init__(self, store: WeightStore, layer: int, keep: Keep) -> None:
-        self._store, self._prefix, self._keep = store, f"model.layers.{layer}", keep
+        self._store, self._layer, self._keep = store, layer, keep
         self._ready: dict[str, Tensor] = {}
         self._packed: dict[str, dict[str, Tensor]] = {}
 
     def tensor(self, name: str) -> Tensor:
-        return self._value(f"{self._prefix}.{name}")
+        return self._value(f"model.layers.{self._layer}.{name}")
 
     def linear(self, module: str, x: Tensor) -> Tensor:
-        return F.linear(x, self._value(f"{self._prefix}.{module}.weight"))
+        return F.linear(x, self._value(f"model.layers.{self._layer}.{module}.weight"))
 
     def load(self) -> None:
         """Read everything now, for a layer that is to stay in memory."""
         for rule in self._store.rules.values():
-            if rule.name.startswith(self._prefix + "."):
+            if rule.layer == self._layer and self._keep is Keep.PACKED:
+                self._parts(rule)
+            elif rule.layer == self._layer:
                 self._value(rule.name)
 
     def _value(self, name: str) -> Tensor:
         if name in self._ready:
             return self._ready[name]
         rule = self._store.rules[name]
-        parts = self._packed.get(name) or self._store.stored(rule)
+        parts = self._parts(rule)
         value = self._store.unpack(rule, parts)
-        if self._keep is Keep.PACKED and "trellis" in parts:
-            self._packed[name] = parts
-        elif rule.expert is None or self._keep is not Keep.DENSE:
+        decoded_stays = rule.expert is None if self._keep is Keep.DENSE else self._keep is Keep.ALL
+        if decoded_stays:
             self._ready[name] = value
         return value
+
+    def _parts(self, rule: TensorRule) -> dict[str, Tensor]:
+        if rule.name in self._packed:
+            return self._packed[rule.name]
+        parts = self._store.stored(rule)
+        if self._keep is Keep.PACKED:
+            self._packed[rule.name] = parts
+        return parts
 
 
 class Overlay:

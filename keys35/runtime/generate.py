@@ -7,7 +7,7 @@ from torch import Tensor
 
 from keys35.glm.attention import LayerCache
 from keys35.glm.layer import decoder_layer
-from keys35.glm.names import EMBEDDING
+from keys35.glm.names import EMBEDDING, total_params
 from keys35.glm.stream import Head
 from keys35.glm.weights import Keep, WeightStore
 from keys35.runtime.ranks import Ranks

@@ -138,13 +138,10 @@ def _check_ranks(job: RankJob, tp: int) -> None:
 
 
 def _torchrun(out: Path, tp: int, limit_s: float | None, port: int | None) -> None:
-    meet = (
-        ["--standalone", "--local-addr=127.0.0.1"]
-        if port is None
-        else ["--master-addr=127.0.0.1", f"--master-port={port}"]
-    )
+    meet = ["--standalone", "--local-addr=127.0.0.1"]
     if port is not None:
         _require_free(port)
+        meet = ["--master-addr=127.0.0.1", f"--master-port={port}"]
     command = [sys.executable, "-m", "torch.distributed.run", *meet, f"--nproc-per-node={tp}"]
     command += ["-m", "keys35.runtime.rank", str(out / "job.json")]
     # All ranks are on this machine, so they need no network interface but the loopback one.

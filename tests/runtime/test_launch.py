@@ -105,10 +105,9 @@ def test_generated_tokens_are_the_greedy_ones_of_a_full_pass(source_store, panel
 def test_packed_weights_generate_the_same_tokens(source_store, packed, panel):
     store = WeightStore(packed, source_store.config)
     prompt = panel.tokens[2][:20].tolist()
-    all_, small = (
-        list(generate(Decoder(store, Ranks(), keep), prompt, 3)) for keep in (Keep.ALL, Keep.PACKED)
-    )
-    assert all_ == small
+    decoders = [Decoder(store, Ranks(), keep) for keep in (Keep.ALL, Keep.PACKED)]
+    decoded, as_stored = (list(generate(decoder, prompt, 3)) for decoder in decoders)
+    assert decoded == as_stored
 
 
 def test_generation_ends_at_an_end_of_sequence_token(source_store, panel):
