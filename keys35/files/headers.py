@@ -113,9 +113,24 @@ def read_exact(fd: int, path: Path, start: int, buffer: memoryview) -> None:
     while done < len(buffer):
         got = os.preadv(fd, [buffer[done:]], start + done)
         if got == 0:
-            found = f"ends at byte {start + done}, {start + len(buffer)} were promised"
-            _refuse(path, found, "download it again")
+            _ends_early(path, start + done, start + len(buffer))
         done += got
+
+
+def read_range(fd: int, path: Path, start: int, count: int) -> bytes:
+    """Bytes `start` to `start + count` of an open file, with no second copy up to 2 GiB."""
+    pieces, done = [], 0
+    while done < count:
+        piece = os.pread(fd, count - done, start + done)
+        if not piece:
+            _ends_early(path, start + done, start + count)
+        pieces.append(piece)
+        done += len(piece)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def _ends_early(path: Path, position: int, promised: int) -> NoReturn:
+    _refuse(path, f"ends at byte {position}, {promised} were promised", "download it again")
 
 
 def open_regular(path: Path) -> int:
@@ -150,11 +165,9 @@ def _header_bytes(path: Path) -> tuple[int, bytes, bytes]:
             _refuse(path, f"has a header length of {length} bytes, legal are 2 to {MAX_HEADER_BYTES}")
         if 8 + length > size:
             _refuse(path, f"needs {8 + length} bytes for its header, file has {size}", "download it again")
-        raw = bytearray(length)
-        read_exact(fd, path, 8, memoryview(raw))
+        return size, prefix, read_range(fd, path, 8, length)
     finally:
         os.close(fd)
-    return size, prefix, bytes(raw)
 
 
 def _parse_object(path: Path, raw: bytes) -> dict[str, Any]:

@@ -9,6 +9,8 @@ import math
 import os
 import re
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,15 @@ import torch
 
 from keys35.errors import SourceError
 from keys35.files.atomic import PARTIAL, read_json, sha256_file
-from keys35.files.headers import TORCH_DTYPE, ShardHeader, TensorEntry, open_regular, read_exact, read_header
+from keys35.files.headers import (
+    TORCH_DTYPE,
+    ShardHeader,
+    TensorEntry,
+    open_regular,
+    read_exact,
+    read_header,
+    read_range,
+)
 from keys35.files.shards import INDEX_NAME
 
 SINGLE_NAME = "model.safetensors"
@@ -100,9 +110,8 @@ class ShardedSource:
     def raw(self, name: str) -> bytes:
         """One tensor's exact bytes, whatever its dtype."""
         tensor = self._find(name)
-        data = bytearray(tensor.entry.nbytes)
-        self._fill(tensor, [tensor.entry.start], memoryview(data))
-        return bytes(data)
+        with self._opened(tensor, tensor.entry.nbytes) as fd:
+            return read_range(fd, tensor.file, tensor.entry.start, tensor.entry.nbytes)
 
     def fingerprint(self) -> dict[str, str]:
         """Identify the checkpoint's content: file name to a line of size, header hash and content hash.
@@ -136,15 +145,21 @@ class ShardedSource:
     def _fill(self, tensor: SourceTensor, starts: list[int] | range, buffer: memoryview) -> None:
         """Read equal pieces at absolute offsets `starts` into `buffer`, one after the other."""
         piece = len(buffer) // max(1, len(starts))
-        fd = open_regular(tensor.file)
-        try:
+        with self._opened(tensor, len(buffer)) as fd:
             for number, start in enumerate(starts):
                 read_exact(fd, tensor.file, start, buffer[number * piece : (number + 1) * piece])
-            if len(buffer) >= DROP_CACHE_BYTES:  # a checkpoint is read once: leave the page cache to others
+
+    @contextmanager
+    def _opened(self, tensor: SourceTensor, count: int) -> Iterator[int]:
+        """The tensor's file, open while `count` of its bytes are read."""
+        fd = open_regular(tensor.file)
+        try:
+            yield fd
+            if count >= DROP_CACHE_BYTES:  # a checkpoint is read once: leave the page cache to others
                 os.posix_fadvise(fd, tensor.entry.start, tensor.entry.nbytes, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(fd)
-        self.bytes_read += len(buffer)
+        self.bytes_read += count
 
 
 def _read_object(path: Path) -> dict[str, Any]:
