@@ -11,15 +11,19 @@ _TILE_SCALE = {
     **{1.0: 1.12, 1.5: 1.06, 2.0: 1.00, 2.5: 0.96, 3.0: 0.92, 3.5: 0.92},
     **{4.0: 0.92, 5.0: 0.88, 6.0: 0.84, 7.0: 0.82, 8.0: 0.80},
 }
-"""The scale at which mul1 codes unit Gaussian tiles best; rotated tiles are nearly Gaussian."""
 
 _SMALLEST = 2.0**-24  # the least positive fp16
+
+
+def best_scale(bits: float) -> float:
+    """The standard deviation at which Gaussian tiles meet the mul1 codebook best."""
+    return _TILE_SCALE[float(bits)]
 
 
 def tile_scale(span: Tensor, bits: float) -> Tensor:
     """The factor that brings float32 rows (r, n) to the scale that codes best; 1 for rows of zeros."""
     rms = span.square().mean().sqrt()
-    return torch.where(rms > 0, _TILE_SCALE[bits] / rms, torch.ones_like(rms))
+    return torch.where(rms > 0, best_scale(bits) / rms, torch.ones_like(rms))
 
 
 @dataclass(frozen=True)
