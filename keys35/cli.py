@@ -1,6 +1,5 @@
 """The terminal: parse, call a stage, print. Nothing else lives here."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -26,7 +25,10 @@ Tp = Annotated[int, typer.Option("--tp", min=1, help="tensor-parallel ranks")]
 
 @app.command()
 def plan(source: Source, recipe: RecipeName, work: Work = Path("."), tp: Tp = 4) -> None:
-    """Read headers only: coverage, sizes, disk, memory and time.  [keys35 plan GLM-5.3-BF16 --recipe glm-5.3-2.75bpw]"""
+    """Read headers only: coverage, sizes, disk, memory and time.
+
+    Example: keys35 plan GLM-5.3-BF16 --recipe glm-5.3-2.75bpw
+    """
     from keys35.recipe import load_recipe
     from keys35.report.terminal import show_plan
     from keys35.stages.plan import plan as make_plan
@@ -36,7 +38,10 @@ def plan(source: Source, recipe: RecipeName, work: Work = Path("."), tp: Tp = 4)
 
 @app.command()
 def measure(source: Source, recipe: RecipeName, work: Work) -> None:
-    """Stream the model, encode every expert at every width, record its cost.  [keys35 measure SRC --recipe R --work W]"""
+    """Stream the model, encode every expert at every width, record its cost.
+
+    Example: keys35 measure SRC --recipe R --work W
+    """
     from keys35.recipe import load_recipe
     from keys35.stages.job import open_job
     from keys35.stages.measure import measure as run_measure
@@ -47,7 +52,10 @@ def measure(source: Source, recipe: RecipeName, work: Work) -> None:
 
 @app.command()
 def allocate(work: Work) -> None:
-    """Choose one width per expert under the exact budget.  [keys35 allocate --work W]"""
+    """Choose one width per expert under the exact budget.
+
+    Example: keys35 allocate --work W
+    """
     from keys35.report.terminal import show_allocation
     from keys35.stages.allocate import allocate as run_allocate
     from keys35.stages.job import resume_job
@@ -58,7 +66,10 @@ def allocate(work: Work) -> None:
 
 @app.command()
 def quantize(work: Work) -> None:
-    """Bring everything to its final width; nothing is encoded twice.  [keys35 quantize --work W]"""
+    """Bring everything to its final width; nothing is encoded twice.
+
+    Example: keys35 quantize --work W
+    """
     from keys35.stages.job import resume_job
     from keys35.stages.quantize import quantize as run_quantize
 
@@ -68,7 +79,10 @@ def quantize(work: Work) -> None:
 
 @app.command()
 def assemble(work: Work, out: Out) -> None:
-    """Write shards, index, configs and report.  [keys35 assemble --work W --out OUT]"""
+    """Write shards, index, configs and report.
+
+    Example: keys35 assemble --work W --out OUT
+    """
     from keys35.report.terminal import human_bytes
     from keys35.stages.assemble import assemble as run_assemble
     from keys35.stages.job import resume_job
@@ -85,7 +99,10 @@ def check(
     reference: Annotated[Path | None, typer.Option(help="its BF16 source: compares carried bytes")] = None,
     deep: Annotated[bool, typer.Option(help="also verify every shard's SHA-256")] = False,
 ) -> None:
-    """Hold a checkpoint against the contract of the serving engines.  [keys35 check OUT --reference SRC]"""
+    """Hold a checkpoint against the contract of the serving engines.
+
+    Example: keys35 check OUT --reference SRC
+    """
     from keys35.stages.check import check as run_check
 
     report = run_check(out, reference=reference, deep=deep)
@@ -101,10 +118,14 @@ def validate(
     out: Annotated[Path, typer.Argument(help="finished checkpoint")],
     reference: Annotated[Path, typer.Option(help="the BF16 source")],
     tp: Tp = 4,
-    scratch: Annotated[Path | None, typer.Option(help="where reference states are kept (default: beside OUT)")] = None,
+    scratch: Annotated[Path | None, typer.Option(help="where reference states are kept; beside OUT")] = None,
 ) -> None:
-    """Score a checkpoint with the tensor-parallel runtime.  [keys35 validate OUT --reference SRC --tp 4]"""
-    from keys35.stages.validate import recipe_of, validate as run_validate
+    """Score a checkpoint with the tensor-parallel runtime.
+
+    Example: keys35 validate OUT --reference SRC --tp 4
+    """
+    from keys35.stages.validate import recipe_of
+    from keys35.stages.validate import validate as run_validate
 
     scratch = scratch or out.resolve().parent / f"{out.resolve().name}.validate"
     with _progress(None) as progress:
@@ -114,7 +135,10 @@ def validate(
 
 @app.command()
 def run(source: Source, recipe: RecipeName, work: Work, out: Out, tp: Tp = 4) -> None:
-    """All of it, in order, resuming what is unfinished.  [keys35 run SRC --recipe R --work W --out OUT]"""
+    """All of it, in order, resuming what is unfinished.
+
+    Example: keys35 run SRC --recipe R --work W --out OUT
+    """
     from keys35.recipe import load_recipe
 
     _run(source, load_recipe(recipe), work, out, tp)
@@ -125,9 +149,12 @@ def demo(
     work: Work = Path("build/demo/work"),
     out: Out = Path("build/demo/out"),
     tp: Tp = 4,
-    table: Annotated[Path | None, typer.Option(help="a Markdown file whose quality table is brought up to date")] = None,
+    table: Annotated[Path | None, typer.Option(help="a Markdown file whose quality table is rewritten")] = None,
 ) -> None:
-    """All of it on the bundled trained model, in minutes on two cores.  [keys35 demo]"""
+    """All of it on the bundled trained model, in minutes on two cores.
+
+    Example: keys35 demo
+    """
     from keys35.demo import MODEL
     from keys35.recipe import load_recipe
     from keys35.report.markdown import update_quality_table
@@ -139,7 +166,10 @@ def demo(
 
 @app.command()
 def status(work: Work) -> None:
-    """Where a work directory stands.  [keys35 status --work W]"""
+    """Where a work directory stands.
+
+    Example: keys35 status --work W
+    """
     from keys35.report.status import show_status
 
     show_status(console, work)
@@ -157,6 +187,8 @@ def _run(source: Path, recipe, work: Path, out: Path, tp: int) -> dict:
     show_allocation(console, result["allocation"])
     _show_validation(result["validation"])
     show_quality(console, result["baselines"])
+    if result["warning"]:
+        console.print(f"[bold red]warning[/bold red] {result['warning']}")
     console.print(f"[green]passed[/green] the finished checkpoint is in {out}")
     return result
 
@@ -181,7 +213,7 @@ def _version(value: bool) -> None:
 
 @app.callback()
 def _options(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version")] = False,
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="version")] = False,
 ) -> None:
     pass
 

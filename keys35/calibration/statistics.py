@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from keys35.glm.block import Observer
-
 from keys35.recipe import Calibration
 
 SHARED_INPUT = "mlp.shared_experts.gate_proj"  # sees every token, as the routed experts' common input does
@@ -66,7 +65,7 @@ class Capture(Observer):
     def moe(
         self, layer: int, rows: Tensor, expert_ids: Tensor, expert_weights: Tensor, routed: Tensor, where: Tensor
     ) -> None:
-        """A run of windows: MoE input (n, d), choice (n, k) and router weights (n, k), in (sequence, position) order."""
+        """A run of windows in order: MoE input (n, d), choice (n, k) and router weights (n, k)."""
         self._moe.append(MoeRows(rows.float(), expert_ids, expert_weights.float()))
 
     def hessians(self) -> dict[str, Tensor]:

@@ -29,7 +29,8 @@ def show_status(console: Console, root: Path) -> None:
     alive = _alive(tick.pid) and tick.done < tick.total
     state = "running" if alive else ("finished" if tick.done == tick.total else "stopped; run the same command again")
     console.print(
-        f"last stage [bold]{tick.stage}[/bold]: {tick.done} of {tick.total} ({tick.kept} kept), {tick.note or 'starting'}; "
+        f"last stage [bold]{tick.stage}[/bold]: {tick.done} of {tick.total} ({tick.kept} kept), "
+        f"{tick.note or 'starting'}; "
         f"{tick.rate * 60:.1f} units a minute, {human_seconds(tick.seconds_left)} left; {state}, "
         f"last sign of life {human_seconds(time.time() - tick.updated)} ago"
     )

@@ -1,6 +1,6 @@
 """What the terminal shows: tables of artefacts, nothing computed here that is not in them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -41,7 +41,8 @@ def show_plan(console: Console, plan: Plan) -> None:
     table.add_row("total", *(f"{n:,}" for n in total), *map(human_bytes, sums))
     console.print(table)
     lines = [
-        ("output", f"{plan.output_bytes / 1e9:,.3f} GB in {plan.shards} shards, largest {human_bytes(max(plan.shard_bytes))}"),
+        ("output", f"{plan.output_bytes / 1e9:,.3f} GB in {plan.shards} shards, "
+                   f"the largest {human_bytes(max(plan.shard_bytes))}"),
         ("work directory", f"{human_bytes(plan.work_bytes)} ({human_bytes(plan.free_bytes)} free there)"),
         ("host memory", f"about {human_bytes(plan.host_bytes)} of data at the peak"),
         ("compute memory", f"about {human_bytes(plan.device_bytes)} while a layer or a group of experts is worked on"),
@@ -70,35 +71,32 @@ def show_allocation(console: Console, allocation: dict) -> None:
 
 def quality_rows(baselines: dict[str, dict]) -> list[list[str]]:
     """The table of the README: one row per set of widths, the random mixes as mean and spread."""
-    rows = []
-    random = [m for name, m in baselines.items() if name.startswith("random-")]
-    for name, metrics in baselines.items():
-        if not name.startswith("random-"):
-            rows.append([name, *_cells(metrics)])
+    flat = {name: _flat(metrics) for name, metrics in baselines.items()}
+    random = [cells for name, cells in flat.items() if name.startswith("random-")]
+    rows = [[name, *_format(cells)] for name, cells in flat.items() if not name.startswith("random-")]
     if random:
-        keys = random[0].keys()
-        mean = {key: sum(m[key] for m in random) / len(random) for key in keys}
-        kl = [m["kl"] for m in random]
-        row = [f"random 2/3 mix, mean of {len(random)}", *_cells(mean)]
-        row[1] += f" ({min(kl):.4f} to {max(kl):.4f})"
+        mean = [sum(column) / len(random) for column in zip(*random, strict=True)]
+        kl = sorted(cells[0] for cells in random)
+        row = [f"random mix, mean of {len(random)}", *_format(mean)]
+        row[1] += f" ({kl[0]:.4f} to {kl[-1]:.4f})"
         rows.insert(1, row)
     return rows
 
 
-QUALITY_COLUMNS = ("widths", "KL", "reverse KL", "top-1", "top-2", "ppl (BF16)", "ppl", "MTP acceptance (BF16)", "MTP acceptance")
+QUALITY_COLUMNS = (
+    "widths", "KL", "reverse KL", "top-1", "top-2", "ppl BF16", "ppl", "MTP acceptance BF16", "MTP acceptance"
+)
 
 
-def _cells(m: dict[str, float]) -> list[str]:
-    return [
-        f"{m['kl']:.4f}",
-        f"{m['reverse_kl']:.4f}",
-        f"{m['top1']:.1%}",
-        f"{m['top2']:.1%}",
-        f"{m['ppl_reference']:.3f}",
-        f"{m['ppl']:.3f}",
-        f"{m['mtp_acceptance_reference']:.1%}",
-        f"{m['mtp_acceptance']:.1%}",
-    ]
+def _flat(metrics: dict) -> list[float]:
+    names = ("kl", "kl_reverse", "top1", "top2", "ppl_reference", "ppl")
+    mtp = metrics.get("mtp", {})
+    return [metrics[n] for n in names] + [mtp.get(n, float("nan")) for n in ("acceptance_reference", "acceptance")]
+
+
+def _format(cells: list[float]) -> list[str]:
+    forms = (".4f", ".4f", ".1%", ".1%", ".3f", ".3f", ".1%", ".1%")
+    return [format(value, form) for value, form in zip(cells, forms, strict=True)]
 
 
 def show_quality(console: Console, baselines: dict[str, dict]) -> None:
@@ -116,3 +114,44 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
     head = "| " + " | ".join(columns) + " |"
     rule = "|---|" + "---:|" * (len(columns) - 1)
     return "\n".join([head, rule, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def show_validation(console: Console, quality: dict) -> None:
+    """The headline numbers, each rank's bytes, and the ranks against one process."""
+    m, noise = quality["metrics"], quality["noise_floor"]
+    console.print(
+        f"[bold]validated[/bold] on {quality['panel']['windows']} windows, {quality['panel']['tokens']:,} tokens: "
+        f"KL {m['kl']:.4f} (reverse {m['kl_reverse']:.4f}, median {m['kl_median']:.4f}, p90 {m['kl_p90']:.3f}, "
+        f"p99 {m['kl_p99']:.3f}), top-1 {m['top1']:.1%}, top-2 {m['top2']:.1%}, ppl {m['ppl']:.3f} against "
+        f"{m['ppl_reference']:.3f}, label in top-5 {m['top5']:.1%} against {m['top5_reference']:.1%}; "
+        f"noise floor KL {noise['kl']:.1e}",
+        highlight=False,
+    )
+    for line in _details(quality):
+        console.print(f"    {line}", highlight=False)
+
+
+def _details(quality: dict) -> Iterator[str]:
+    metrics = quality["metrics"]
+    for domain, m in metrics["domains"].items():
+        yield (
+            f"{domain}: KL {m['kl']:.4f}, top-1 {m['top1']:.1%}, ppl {m['ppl']:.3f} against {m['ppl_reference']:.3f}"
+        )
+    if "mtp" in metrics:
+        m = metrics["mtp"]
+        yield (
+            f"MTP: next-next token {m['top1']:.1%} (BF16 {m['top1_reference']:.1%}), "
+            f"drafts accepted {m['acceptance']:.1%} (BF16 {m['acceptance_reference']:.1%})"
+        )
+    for rank in quality["ranks"]:
+        yield (
+            f"rank {rank['rank']} read {human_bytes(rank['bytes_read'])}, "
+            f"{rank['bytes_read'] / quality['checkpoint_bytes']:.1%} of the checkpoint: "
+            f"{human_bytes(rank['sharded'])} its own share, {human_bytes(rank['replicated'])} replicated"
+        )
+    if quality["tp_against_one"]:
+        m = quality["tp_against_one"]
+        yield (
+            f"{quality['tp']} ranks against one process: logits differ by at most {m['max_logit_difference']:.1e}, "
+            f"KL {m['kl']:.1e}"
+        )

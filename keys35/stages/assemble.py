@@ -20,6 +20,7 @@ from keys35.stages.pieces import Pieces
 from keys35.stages.sizes import class_sizes
 
 REPORT = "KEYS35_ASSEMBLY_REPORT.json"
+QUALITY = "KEYS35_QUALITY.json"
 FORMAT = "keys35-v1"
 HEAD_BITS = 16
 
@@ -52,7 +53,7 @@ def _prepare(job: Job, out: Path, total: int) -> None:
     """Refuse foreign files before writing any; remove only our own leftovers."""
     out.mkdir(parents=True, exist_ok=True)
     ours = {shard_name(n + 1, total) for n in range(total)} | {INDEX_NAME, "config.json", "quantization_config.json"}
-    ours |= {REPORT, "KEYS35_QUALITY.json", *(_relative(job, p) for p in job.source.side_files())}
+    ours |= {REPORT, QUALITY, *(_relative(job, p) for p in job.source.side_files())}
     found = {p.relative_to(out).as_posix() for p in out.rglob("*") if not p.is_dir()}
     leftovers = {name for name in found if name.endswith(PARTIAL) and name.removesuffix(PARTIAL) in ours}
     foreign = sorted(found - ours - leftovers)
@@ -169,10 +170,7 @@ def _report(
     routed = [rule for rule in quantized if rule.role is Role.EXPERT]
     weights = sum(rule.numel for rule in routed)
     mean = sum((shape_width[rule.name] * rule.numel for rule in routed), Fraction(0)) / weights
-    histogram = {
-        str(layer): dict(sorted(Counter(str(shape_width[r.name]) for r in routed if r.layer == layer and r.projection == "down_proj").items()))
-        for layer in pieces.allocation
-    }
+    histogram = {str(layer): _histogram(shape_width, routed, layer) for layer in pieces.allocation}
     errors: dict[tuple[Role, int], list[float]] = {}
     for rule in quantized:
         errors.setdefault((rule.role, int(shape_width[rule.name])), []).append(pieces.proxy_error(rule))
@@ -200,6 +198,12 @@ def _report(
         "dropped": list(job.dropped),
         "warnings": warnings,
     }
+
+
+def _histogram(width: dict[str, Fraction], routed: list[TensorRule], layer: int) -> dict[str, int]:
+    """Experts of a layer per width; one projection stands for an expert, `check` sees that all three agree."""
+    found = Counter(str(width[r.name]) for r in routed if r.layer == layer and r.projection == "down_proj")
+    return dict(sorted(found.items()))
 
 
 def _warnings(job: Job) -> list[str]:

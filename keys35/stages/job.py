@@ -1,7 +1,7 @@
 """What every stage needs: the source, its table of names, the recipe and the guarded work directory."""
 
-from contextlib import contextmanager
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,7 @@
-"""Measure: stream the model over calibration windows, encode every routed expert at every width, record what it costs."""
+"""Measure: stream the model over calibration windows, encode every expert at every width, record what it costs."""
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from keys35.stages.experts import LayerRows, encode_experts
 from keys35.stages.job import Job
 from keys35.stages.sensitivity import measure_sensitivity
 from keys35.stages.states import States, load_states, save_states
-from keys35.stages.units import CALIBRATION, SENSITIVITY, capture_unit, expert_units, layer_name
+from keys35.stages.units import CALIBRATION, SENSITIVITY, ExpertUnit, capture_unit, expert_units, layer_name
 
 SPLITS = ("fit", "selection")
 
@@ -31,39 +31,40 @@ def measure(job: Job, progress: Progress) -> None:
     rows = lru_cache(maxsize=1)(lambda layer: layer_rows(job, store, layer, windows))
     steps = [(layer, unit) for layer in job.config.layers for unit in [None, *_measured_units(job, layer)]]
     for step in progress.walk("measure", [*steps, None], _note):
-        if step.unit is None:
-            step.kept = _once(job, SENSITIVITY, lambda: measure_sensitivity(job, store, windows["selection"]))
-            continue
-        layer, unit = step.unit
-        if unit is None:
-            step.kept = _once(job, capture_unit(layer), lambda: _capture(job, store, layer, windows))
-        else:
-            step.kept = _once(
-                job, unit.name,
-                lambda: encode_experts(job, unit, job.recipe.experts.widths, rows(layer)),
-            )
-            if unit == expert_units(job, layer)[-1]:
-                rows_file(job, layer).unlink(missing_ok=True)  # every candidate exists, nothing reads them again
+        name, task = _task(job, store, windows, rows, step.unit)
+        step.kept = job.work.receipt(name) is not None
+        if not step.kept:
+            task()
+        if step.unit and step.unit[1] and step.unit[1] == expert_units(job, step.unit[0])[-1]:
+            rows_file(job, step.unit[0]).unlink(missing_ok=True)  # every candidate exists, nothing reads them again
 
 
-def _measured_units(job: Job, layer: int) -> list:
+def _task(
+    job: Job,
+    store: WeightStore,
+    windows: dict[str, Windows],
+    rows: Callable[[int], LayerRows],
+    step: tuple[int, ExpertUnit | None] | None,
+) -> tuple[str, Callable[[], object]]:
+    """A step's receipt and what produces it."""
+    if step is None:
+        return SENSITIVITY, partial(measure_sensitivity, job, store, windows["selection"])
+    layer, unit = step
+    if unit is None:
+        return capture_unit(layer), partial(_capture, job, store, layer, windows)
+    return unit.name, lambda: encode_experts(job, unit, job.recipe.experts.widths, rows(layer))
+
+
+def _measured_units(job: Job, layer: int) -> list[ExpertUnit]:
     """MTP experts have one fixed width: they are captured here and encoded by `quantize`."""
     return expert_units(job, layer) if layer in job.config.moe_layers else []
 
 
-def _note(step: tuple | None) -> str:
+def _note(step: tuple[int, ExpertUnit | None] | None) -> str:
     if step is None:
         return "layer weights"
     layer, unit = step
     return f"layer {layer}: calibration pass" if unit is None else f"layer {layer}: experts {unit.experts.start}+"
-
-
-def _once(job: Job, unit: str, work: Callable[[], object]) -> bool:
-    """Do a unit unless its receipt stands; True when there was nothing to do."""
-    if job.work.receipt(unit) is not None:
-        return True
-    work()
-    return False
 
 
 def calibration_windows(job: Job) -> dict[str, Windows]:

@@ -1,12 +1,13 @@
 """The whole job in order; each stage finds what the ledger says is done."""
 
 from pathlib import Path
+from typing import Any
 
 from keys35.errors import ContractError
 from keys35.progress import Progress
 from keys35.stages.allocate import allocate
 from keys35.stages.assemble import assemble
-from keys35.stages.baselines import compare_baselines
+from keys35.stages.baselines import compare_baselines, gate
 from keys35.stages.check import check
 from keys35.stages.job import Job
 from keys35.stages.measure import measure
@@ -14,17 +15,24 @@ from keys35.stages.quantize import quantize
 from keys35.stages.validate import validate
 
 
-def run(job: Job, out: Path, progress: Progress, tp: int = 4) -> dict[str, object]:
-    """measure -> allocate -> quantize -> assemble -> check -> validate -> baselines; returns the quality report.
+def run(job: Job, out: Path, progress: Progress, tp: int = 4) -> dict[str, Any]:
+    """measure -> allocate -> quantize -> assemble -> check -> validate -> baselines; returns their results by stage.
 
     Raises ContractError naming each broken rule if the finished checkpoint does not pass `check`.
     """
     measure(job, progress)
-    allocate(job)
+    allocation = allocate(job)
     quantize(job, progress)
-    assemble(job, out, progress)
-    report = check(out, reference=job.source.root)
-    if report.findings:
-        raise ContractError("\n".join(str(finding) for finding in report.findings))
-    quality = validate(out, job.source.root, job.recipe, tp=tp, scratch=job.work.path("validate"), progress=progress)
-    return {**quality, "baselines": compare_baselines(job, progress)}
+    report = assemble(job, out, progress)
+    checked = check(out, reference=job.source.root)
+    if checked.findings:
+        raise ContractError("\n".join(str(finding) for finding in checked.findings))
+    validation = validate(out, job.source.root, job.recipe, tp, job.work.path("validate"), progress)
+    baselines = compare_baselines(job, progress)
+    return {
+        "allocation": allocation,
+        "report": report,
+        "validation": validation,
+        "baselines": baselines,
+        "warning": gate(baselines),
+    }

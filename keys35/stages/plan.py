@@ -105,7 +105,8 @@ def _check_shapes(rules: list[TensorRule], config: GlmConfig, recipe: Recipe, tp
             f"({recipe.experts.scope} scope) is no whole number of bits: choose another mean"
         )
     check_tp(config, tp)
-    odd = [r.name for r in rules if r.role in (Role.EXPERT, Role.MTP_EXPERT) and (r.shape[0] % BLOCK or r.shape[1] % BLOCK)]
+    experts = (r for r in rules if r.role in (Role.EXPERT, Role.MTP_EXPERT))
+    odd = [r.name for r in experts if r.shape[0] % BLOCK or r.shape[1] % BLOCK]
     if odd:
         raise PlanError(f"routed experts are not multiples of {BLOCK}, engines cannot cut them: {odd[:3]}")
 

@@ -1,0 +1,79 @@
+"""What the allocation is worth: every set of widths on the same panel, from the encodings in the work directory."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from keys35.exl3.linear import decode_weight
+from keys35.files.atomic import load_tensors
+from keys35.glm.block import LayerWeights
+from keys35.glm.names import Role
+from keys35.glm.weights import Keep, Overlay, WeightStore
+from keys35.progress import Progress
+from keys35.runtime.ranks import Ranks
+from keys35.runtime.reference import Reference
+from keys35.runtime.score import score_panel
+from keys35.stages.allocate import ALLOCATION, allocation_sets
+from keys35.stages.candidates import Candidates
+from keys35.stages.job import Job
+from keys35.stages.units import dense_file
+from keys35.stages.validate import held_out_panel
+
+
+class MixStore(WeightStore):
+    """The model with dense linears and MTP experts at their final width and routed experts at any given widths."""
+
+    def __init__(self, job: Job, widths: Mapping[int, list[int]]):
+        super().__init__(job.source, job.config)
+        self._job = job
+        self._widths = {**widths, **{layer: [job.recipe.mtp.bits] * job.experts for layer in job.config.mtp_layers}}
+
+    def layer(self, layer: int, keep: Keep = Keep.DENSE) -> LayerWeights:
+        """One layer over its carried tensors: dense linears decoded now, experts when asked for."""
+        dense = Overlay(super().layer(layer, keep), self._dense(layer))
+        if layer not in self._widths:
+            return dense
+        return Candidates(self._job, layer).overlay(dense, self._widths[layer])
+
+    def _dense(self, layer: int) -> dict[str, Tensor]:
+        stored = load_tensors(dense_file(self._job, layer))
+        matrices = {}
+        for rule in self.rules.values():
+            if rule.layer == layer and rule.role is Role.DENSE:
+                parts = (stored[f"{rule.module}.{part}"] for part in ("trellis", "suh", "svh"))
+                matrix = decode_weight(*parts)[: rule.in_features, : rule.out_features]
+                matrices[rule.module.split(".", 3)[3]] = matrix
+        return matrices
+
+
+def compare_baselines(job: Job, progress: Progress) -> dict[str, dict[str, Any]]:
+    """Score every set in allocation.json on the held-out panel, one process, one unit of work per set.
+
+    Needs the reference that `validate` keeps under the work directory.
+    """
+    panel = held_out_panel(job.source.root, job.config, job.recipe)
+    reference = Reference.open(job.work.path("validate", "reference"), panel)
+    results = {}
+    for step in progress.walk("baselines", allocation_sets(job.work.path(ALLOCATION)).items(), lambda item: item[0]):
+        name, widths = step.unit
+        unit = f"baselines/{name}"
+        identity = {"widths": {str(layer): row for layer, row in widths.items()}, "panel": panel.fingerprint}
+        receipt = job.work.receipt(unit)
+        step.kept = receipt is not None and receipt["data"]["identity"] == identity
+        if not step.kept:
+            metrics = score_panel(MixStore(job, widths), Ranks(), panel, reference)
+            job.work.commit(unit, [], {"identity": identity, "metrics": metrics})
+        results[name] = job.work.receipt(unit)["data"]["metrics"]
+    return results
+
+
+def gate(baselines: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """A warning if the allocation is not better than the mean random mix on held-out text, None if it is."""
+    random = [metrics["kl"] for name, metrics in baselines.items() if name.startswith("random-")]
+    if not random or baselines["allocation"]["kl"] < sum(random) / len(random):
+        return None
+    return (
+        f"the allocation's KL {baselines['allocation']['kl']:.4f} is no better than the random mixes' mean "
+        f"{sum(random) / len(random):.4f} on held-out text: broaden the calibration text before you trust it"
+    )

@@ -1,0 +1,114 @@
+"""Text to windows: split by document, no padding, sealed with the tokenizer's hash."""
+
+import json
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from keys35.calibration.text import documents, load_text_set
+from keys35.calibration.windows import WindowMaker, load_windows, save_windows, shares
+from keys35.demo import MODEL
+from keys35.errors import PlanError, RecipeError, ResumeError, SourceError
+
+TOKENIZER = MODEL / "tokenizer.json"
+
+
+def text_set(tmp_path, content, documents="line", name="mine.txt"):
+    (tmp_path / name).write_text(content)
+    path = tmp_path / "set.toml"
+    path.write_text(
+        f'version = 1\n[[domain]]\nname = "mine"\nshare = 1\nfiles = ["{name}"]\ndocuments = "{documents}"\n'
+    )
+    return load_text_set(str(path))
+
+
+def test_fit_and_selection_share_no_document(tmp_path):
+    lines = [f"document {n} " + "word " * 30 for n in range(200)]
+    text = text_set(tmp_path, "\n".join(lines))
+    maker = WindowMaker(TOKENIZER, 0, 32, seed=1)
+    tokenizer = Tokenizer.from_file(str(TOKENIZER))
+    seen = {}
+    for split in ("fit", "selection"):
+        words = tokenizer.decode(maker.make(text, [20], split).tokens.flatten().tolist()).split("document ")
+        seen[split] = {w.split()[0] for w in words[1:] if w.split()[0].isdigit() and "word" in w}
+    assert seen["fit"] and seen["selection"] and not seen["fit"] & seen["selection"]
+
+
+def test_windows_are_whole_and_repeatable():
+    text = load_text_set("demo")
+    maker = WindowMaker(TOKENIZER, 0, 128, seed=35)
+    first, again = (maker.make(text, [5, 7], "fit") for _ in range(2))
+    assert first.tokens.shape == (12, 128) and torch.equal(first.tokens, again.tokens)
+    assert torch.bincount(first.domain).tolist() == [5, 7]
+    assert not (first.tokens == 6).any(), "6 is the pad token"
+    other = WindowMaker(TOKENIZER, 0, 128, seed=36).make(text, [5, 7], "fit")
+    assert not torch.equal(first.tokens, other.tokens)
+
+
+def test_head_keeps_every_domain():
+    windows = WindowMaker(TOKENIZER, 0, 64, 0).make(load_text_set("demo"), [6, 6], "selection")
+    assert torch.bincount(windows.head(4).domain).tolist() == [2, 2]
+
+
+def test_too_little_text_names_the_domain(tmp_path):
+    text = text_set(tmp_path, "a few words\n" * 20)
+    with pytest.raises(PlanError, match="'mine' has text for .* 50 asked"):
+        WindowMaker(TOKENIZER, 0, 64, 0).make(text, [50], "fit")
+
+
+def test_another_tokenizer_is_refused(tmp_path):
+    maker = WindowMaker(TOKENIZER, 0, 64, 0)
+    windows = maker.make(load_text_set("demo"), [1, 1], "fit")
+    save_windows(tmp_path / "fit", windows, maker.tokenizer_sha256)
+    assert torch.equal(load_windows(tmp_path / "fit", maker.tokenizer_sha256).tokens, windows.tokens)
+    facts = json.loads((tmp_path / "fit.json").read_text())
+    assert facts["first_tokens"] == windows.tokens[:, :8].tolist()
+    with pytest.raises(ResumeError, match="another tokenizer"):
+        load_windows(tmp_path / "fit", "0" * 64)
+
+
+def test_no_tokenizer(tmp_path):
+    with pytest.raises(SourceError, match="tokenizer.json"):
+        WindowMaker(tmp_path / "tokenizer.json", 0, 64, 0)
+
+
+def test_json_lines_and_their_mistakes(tmp_path):
+    text = text_set(tmp_path, '{"text": "one"}\n\n{"text": "two"}\n', name="mine.jsonl")
+    assert list(documents(text.domains[0])) == ["one", "two"]
+    bad = text_set(tmp_path, '{"text": "one"}\n{"texts": 2}\n', name="bad.jsonl")
+    with pytest.raises(RecipeError, match="bad.jsonl line 2"):
+        list(documents(bad.domains[0]))
+
+
+def test_digest_follows_the_text(tmp_path):
+    first = text_set(tmp_path, "one\n").digest
+    assert text_set(tmp_path, "one\n").digest == first != text_set(tmp_path, "two\n").digest
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "version = 1",
+        'version = 1\n[[domain]]\nname = "a"\nshare = 0\nfiles = []\ndocuments = "line"',
+        'version = 1\n[[domain]]\nname = "a"\nshare = 1\nfiles = ["no.txt"]\ndocuments = "line"',
+        'version = 1\n[[domain]]\nname = "a"\nshare = 1\nfiles = []\ndocument = "line"',
+    ],
+)
+def test_broken_sets(tmp_path, content):
+    (tmp_path / "set.toml").write_text(content)
+    with pytest.raises(RecipeError):
+        load_text_set(str(tmp_path / "set.toml"))
+
+
+def test_shares_add_up():
+    text = load_text_set("standard")
+    assert sum(shares(text, 224)) == 224 and min(shares(text, 224)) >= 1
+    assert shares(load_text_set("demo"), 7) in ([4, 3], [3, 4])
+
+
+def test_peer_text_is_read_without_importing_the_peer():
+    import sys
+
+    assert len(list(documents(load_text_set("standard").domains[0]))) > 100
+    assert "exllamav3" not in sys.modules

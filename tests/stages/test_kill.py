@@ -1,0 +1,70 @@
+"""kill -9 in every stage, then the same command: finished work is kept and the bytes are the same."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from small import digest, recipe_file
+
+# (unit that must just have been finished, stage it falls into)
+MOMENTS = [
+    ("measure/calibration", "measure"),
+    ("measure/capture/layer-000", "measure"),
+    ("experts/layer-001/0000", "measure"),
+    ("measure/sensitivity", "measure"),
+    ("quantize/dense/layer-000", "quantize"),
+    ("experts/layer-002/0000", "quantize"),
+    ("assemble/model-00002-of-00004", "assemble"),
+    ("validate/reference", "validate"),
+    ("baselines/random-0", "baselines"),
+]
+
+
+def start(source, recipe, work, out):
+    command = [sys.executable, "-m", "keys35.cli", "run", str(source), "--recipe", str(recipe)]
+    command += ["--work", str(work), "--out", str(out)]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
+
+
+def wait_for(process, path):
+    """Until a file exists; the moment just after a unit is the start of the next one."""
+    while not path.exists():
+        assert process.poll() is None, f"ended before {path}"
+        time.sleep(0.02)
+    time.sleep(0.15)
+
+
+def mark(work, unit):
+    """The file whose appearance says that a unit is finished."""
+    if unit == "validate/reference":
+        return work / "validate/reference/reference.json"
+    return work / "receipts" / f"{unit}.json"
+
+
+def dates(work):
+    """Receipts that a resume must leave alone (allocate is cheap and always runs, captures drop old states)."""
+    kept = [p for p in (work / "receipts").rglob("*.json") if p.parent.name != "capture" and p.stem != "allocate"]
+    return {p: p.stat().st_mtime_ns for p in kept}
+
+
+@pytest.mark.slow
+def test_killed_in_every_stage(finished, tmp_path):
+    recipe = recipe_file(tmp_path / "small.toml", finished.recipe)
+    work, out = tmp_path / "work", tmp_path / "out"
+    for unit, _ in MOMENTS:
+        process = start(finished.source, recipe, work, out)
+        wait_for(process, mark(work, unit))
+        receipts = dates(work)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    process = start(finished.source, recipe, work, out)
+    assert process.wait(timeout=300) == 0
+    assert [p.name for p, t in receipts.items() if p.stat().st_mtime_ns != t] == []
+    assert digest(out) == digest(finished.out)
+    events = [json.loads(line)["event"] for line in (work / "log.jsonl").read_text().splitlines()]
+    groups = events.count("experts")
+    assert groups <= 4 + len(MOMENTS), "a kill costs at most the unit it fell into"

@@ -1,0 +1,83 @@
+"""The plan: sums that must close, sizes of the real model from its census, and cheap early refusals."""
+
+import json
+import shutil
+
+import pytest
+from glm.test_names import GLM53
+from small import small_recipe
+
+from keys35.errors import PlanError, RecipeError, SourceError
+from keys35.files.source import ShardedSource
+from keys35.glm.config import GlmConfig
+from keys35.glm.names import census, shard_of
+from keys35.recipe import load_recipe
+from keys35.stages.job import open_job
+from keys35.stages.plan import plan
+from keys35.stages.sizes import class_sizes
+
+
+def test_classes_add_up_to_the_source(source, small):
+    found = plan(source, small)
+    opened = ShardedSource.open(source)
+    assert sum(c.tensors for c in found.classes) == len(opened.tensors) == found.tensors
+    assert found.source_bytes == opened.total_size
+    routed = next(c for c in found.classes if c.name == "routed experts")
+    assert routed.tensors == 1 * 4 * 3
+    assert found.weights_per_second > 0 and found.encode_seconds > 0
+
+
+def test_predicted_bytes_are_the_written_bytes(finished):
+    found = plan(finished.source, finished.recipe)
+    assert found.output_bytes == ShardedSource.open(finished.out).total_size
+    for predicted, receipt in zip(found.shard_bytes, sorted(finished.out.glob("*.safetensors")), strict=True):
+        assert 0 < receipt.stat().st_size - predicted < 100_000, "only the header is not predicted"
+
+
+def test_predicted_rank_bytes_are_the_read_bytes(finished):
+    found = plan(finished.source, finished.recipe)
+    for rank in finished.result["validation"]["ranks"]:
+        assert rank["bytes_read"] == pytest.approx(found.rank_bytes, rel=0.02)
+
+
+def test_glm_5_3_at_2_75_bits():
+    """276.1 GB in 81 shards, from the census alone."""
+    recipe = load_recipe("glm-5.3-2.75bpw")
+    config = GlmConfig.from_dict(GLM53)
+    rules = census(config)
+    sizes = class_sizes(rules.values(), recipe, {rule.source: rule.nbytes for rule in rules.values()}, tp=4)
+    assert sum(c.source_bytes for c in sizes) == 1_506_659_919_872
+    assert sum(c.output_bytes for c in sizes) == pytest.approx(276.1e9, rel=1e-3)
+    assert {shard_of(rule, config, recipe.output.shards) for rule in rules.values()} == set(range(81))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"output": {"shards": 9}}, "9 shards asked"),
+        ({"experts": {"widths": [2, 3], "bits": 2.8, "group": 2}}, "no whole number"),
+    ],
+)
+def test_refusals(source, changes, message):
+    with pytest.raises(PlanError, match=message):
+        plan(source, small_recipe(**changes))
+
+
+def test_a_tp_that_does_not_cut_is_refused(source, small):
+    with pytest.raises(PlanError, match="tp = 3"):
+        plan(source, small, tp=3)
+
+
+def test_another_architecture_is_refused_by_name(tmp_path, source, small):
+    copy = tmp_path / "copy"
+    shutil.copytree(source, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
+    with pytest.raises(SourceError, match="llama.*glm_moe_dsa"):
+        plan(copy, small)
+
+
+def test_a_missing_set_is_named(source, small):
+    broken = small.model_copy(update={"calibration": small.calibration.model_copy(update={"set": "nope"})})
+    with pytest.raises(RecipeError, match="nope"), open_job(source, broken, source.parent / "work"):
+        pass
