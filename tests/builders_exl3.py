@@ -10,7 +10,9 @@ from builders import write_checkpoint
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from keys35.exl3.codebook import marker_tensor
+from keys35.exl3.codebook import codebook_table, marker_tensor
+from keys35.exl3.hadamard import rotate_in, rotate_out
+from keys35.exl3.tiles import pack, to_ring
 from keys35.files.source import ShardedSource
 from keys35.glm.config import GlmConfig
 from keys35.glm.names import Role, TensorRule, census
@@ -62,6 +64,45 @@ def random_exl3(
     )
     suh, svh = (torch.randint(0, 2, (size,), generator=generator) * 2.0 - 1.0 for size in shape)
     return {"trellis": words, "suh": (suh * scale).half(), "svh": svh.half(), "mul1": marker_tensor("mul1")}
+
+
+def rounded_exl3(weight: Tensor) -> dict[str, Tensor]:
+    """An 8-bit EXL3 linear close to `weight` (in, out), found greedily: no Hessian, no Viterbi, but fast."""
+    signs = [torch.randn(size, generator=torch.Generator().manual_seed(size)).sign() for size in weight.shape]
+    svh = (weight.square().mean(0).sqrt() * signs[1]).half().float()
+    even = torch.where(svh == 0, 0, weight / svh)
+    suh = (even.square().mean(1).sqrt() * signs[0] * 1.3).half().float()  # 1.3: tails fit the codebook
+    target = to_ring(rotate_out(rotate_in(torch.where(suh == 0, 0, even.T / suh).T))).reshape(-1, 256)
+    table = codebook_table("mul1").view(256, 256)  # row: the previous position's byte, column: this one's
+    values, order = table.sort(1)
+    apart = torch.arange(256)[:, None] * 100.0  # keeps the rows of one long sorted list separate
+    symbols = torch.zeros(target.shape, dtype=torch.long)
+    for position in range(1, 256):
+        before = symbols[:, position - 1]
+        key = target[:, position] + before * 100.0
+        right = torch.searchsorted((values + apart).flatten(), key).clamp(max=65535) - before * 256
+        near = torch.stack([right - 1, right], 1).clamp(0, 255)
+        best = (values[before[:, None], near] - target[:, position, None]).abs().argmin(1, keepdim=True)
+        symbols[:, position] = order[before[:, None], near.gather(1, best)][:, 0]
+    # The ring closes at position 0, whose byte must suit itself and, as the previous byte, position 1.
+    miss = (table[symbols[:, -1]] - target[:, :1]) ** 2
+    miss += (table[:, symbols[:, 1]].T - target[:, 1:2]) ** 2
+    symbols[:, 0] = miss.argmin(1)
+    states = symbols.roll(1, 1) * 256 + symbols
+    k, n = weight.shape
+    trellis = pack(states.view(k // 16, n // 16, 256), 8)
+    return {"trellis": trellis, "suh": suh.half(), "svh": svh.half(), "mul1": marker_tensor("mul1")}
+
+
+def rounded_checkpoint(root: Path, source: ShardedSource, config: GlmConfig) -> ShardedSource:
+    """`source` with every linear as an 8-bit EXL3 one: a little worse than the source, not noise."""
+
+    def encode(rule: TensorRule) -> dict[str, Tensor]:
+        weight = torch.zeros(rule.padded)
+        weight[: rule.in_features, : rule.out_features] = source.read(rule.name).T.float()
+        return rounded_exl3(weight)
+
+    return exl3_checkpoint(root, source, config, encode)
 
 
 def exl3_checkpoint(

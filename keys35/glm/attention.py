@@ -134,9 +134,7 @@ def _attend(
     selection: Tensor | None,
 ) -> Tensor:
     """Keys and values expanded from the latents; queries are positions 0..S-1. Returns (S, heads * dv)."""
-    k_nope, value = torch.einsum("tr,hor->hto", latent, kv_b).split(
-        [config.qk_nope_head_dim, config.v_head_dim], -1
-    )
+    k_nope, value = torch.einsum("tr,hor->hto", latent, kv_b).split([config.qk_nope_head_dim, config.v_head_dim], -1)
     outputs = []
     for begin in range(0, len(q_nope), QUERY_ROWS):
         part = slice(begin, begin + QUERY_ROWS)

@@ -62,9 +62,7 @@ class Block:
         return self.weights.linear(module, x)
 
     def seen(self, modules: Sequence[str], rows: Tensor, where: Tensor) -> None:
-        self.observer.linear_input(
-            tuple(f"model.layers.{self.layer}.{name}" for name in modules), rows, where
-        )
+        self.observer.linear_input(tuple(f"model.layers.{self.layer}.{name}" for name in modules), rows, where)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -90,8 +90,7 @@ class GlmConfig:
     def _check_geometry(self) -> None:
         if self.num_experts_per_tok > self.n_routed_experts:
             raise SourceError(
-                f"config.json routes {self.num_experts_per_tok} experts per token "
-                f"but has {self.n_routed_experts}"
+                f"config.json routes {self.num_experts_per_tok} experts per token but has {self.n_routed_experts}"
             )
         if self.qk_rope_head_dim % 2 or self.qk_rope_head_dim > self.index_head_dim:
             raise SourceError(
@@ -130,17 +129,13 @@ class GlmConfig:
 
 
 _INTEGERS = [
-    field.name
-    for field in fields(GlmConfig)
-    if field.type is int and field.name != "num_nextn_predict_layers"
+    field.name for field in fields(GlmConfig) if field.type is int and field.name != "num_nextn_predict_layers"
 ]
 
 
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
     if config.get("model_type") != "glm_moe_dsa":
-        raise SourceError(
-            f"config.json has model_type {config.get('model_type')!r}; keys35 reads glm_moe_dsa only"
-        )
+        raise SourceError(f"config.json has model_type {config.get('model_type')!r}; keys35 reads glm_moe_dsa only")
     for key, allowed in _SUPPORTED.items():
         if config.get(key) not in allowed:
             raise SourceError(f"config.json has {key} = {config[key]!r}; only {allowed[-1]!r} is implemented")
@@ -150,9 +145,7 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
         raise SourceError(f"config.json has rope_type {rope_type!r}; only 'default' is implemented")
     method = (config.get("quantization_config") or {}).get("quant_method")
     if method not in (None, "exl3"):
-        raise SourceError(
-            f"config.json says the weights are quantized by {method!r}; start from the BF16 checkpoint"
-        )
+        raise SourceError(f"config.json says the weights are quantized by {method!r}; start from the BF16 checkpoint")
 
 
 def _positive_int(config: Mapping[str, Any], key: str, default: int | None = None) -> int:

@@ -172,9 +172,7 @@ def _mlp_rules(
 ) -> Iterator[TensorRule]:
     for leaf in PROJECTIONS:
         shape, split = ((d, width), Split.IN) if leaf == "down_proj" else ((width, d), Split.OUT)
-        yield TensorRule(
-            f"{prefix}.{leaf}.weight", shape, role, split, layer=layer, expert=expert, projection=leaf
-        )
+        yield TensorRule(f"{prefix}.{leaf}.weight", shape, role, split, layer=layer, expert=expert, projection=leaf)
 
 
 def total_params(rules: Mapping[str, TensorRule]) -> int:
@@ -210,9 +208,7 @@ def match_source(config: GlmConfig, found: Mapping[str, tuple[str, tuple[int, ..
     if problems:
         shown = "\n  ".join(problems[:20])
         more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
-        raise SourceError(
-            f"the source does not match its config ({len(problems)} problems):\n  {shown}{more}"
-        )
+        raise SourceError(f"the source does not match its config ({len(problems)} problems):\n  {shown}{more}")
     return tuple(dropped)
 
 
@@ -289,7 +285,7 @@ def check_tp(config: GlmConfig, tp: int) -> None:
         raise PlanError(f"tp = {tp} does not divide {heads} attention heads and {vocab} vocabulary rows")
     for rule in census(config).values():
         if rule.split in (Split.OUT, Split.IN):
-            size = rule.padded[1] if rule.split is Split.OUT else rule.padded[0]
+            size = rule.out_features if rule.split is Split.OUT else rule.in_features
             if size % (tp * BLOCK):
                 raise PlanError(
                     f"tp = {tp} cuts {rule.name} ({size} features) into parts that are no multiple of {BLOCK}"

@@ -49,9 +49,7 @@ def mtp(
     assert config.num_nextn_predict_layers, "the model has no MTP layer"
     layer = config.num_hidden_layers
     final_norm = store.tensor(FINAL_NORM)
-    return mtp_layer(
-        config, layer, store.layer(layer), hidden, embedded, final_norm, observer=observer, reduce=reduce
-    )
+    return mtp_layer(config, layer, store.layer(layer), hidden, embedded, final_norm, observer=observer, reduce=reduce)
 
 
 class Head:

@@ -42,8 +42,7 @@ class PanelMetrics:
         table = {name: np.concatenate([c[name] for c in self._columns]) for name in self._columns[0]}
         windows = sorted(self._domains)
         per_window = [
-            {"window": w, "domain": self._domains[w], **_summary(_where(table, table["window"] == w))}
-            for w in windows
+            {"window": w, "domain": self._domains[w], **_summary(_where(table, table["window"] == w))} for w in windows
         ]
         domains = {}
         for domain in sorted(set(self._domains.values())):

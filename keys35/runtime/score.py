@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from keys35.errors import RankError
 from keys35.files.atomic import save_tensors
 from keys35.glm.stream import Head, embed, mtp, trunk
 from keys35.glm.weights import WeightStore
@@ -58,6 +59,8 @@ class _Scorer:
             greedy.append([self.ranks.greedy(share).cpu() for share in shares])
             ours, theirs = (self.ranks.logits(share) for share in shares)
             if ours is not None and theirs is not None:
+                if not ours.isfinite().all():
+                    raise RankError(f"window {window} gives NaN or infinite logits: the checkpoint is damaged")
                 self.metrics.add(window, domain, theirs, ours, labels[rows])
                 kept.append(ours.cpu())
         logits = torch.cat(kept) if kept else torch.empty(0)

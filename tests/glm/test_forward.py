@@ -78,9 +78,7 @@ def test_step_by_step_decoding_equals_one_pass(demo_store, demo_config, prose):
     for rows in steps:
         windows, selections = [rows], [None]
         for layer, (weights, cache) in enumerate(zip(layers, caches, strict=True)):
-            windows, selections = decoder_layer(
-                demo_config, layer, weights, windows, selections, caches=[cache]
-            )
+            windows, selections = decoder_layer(demo_config, layer, weights, windows, selections, caches=[cache])
         results.append(windows[0])
     assert torch.allclose(torch.cat(results), whole, atol=2e-4)
 
@@ -129,9 +127,7 @@ def test_routing_counts_add_up_and_routed_output_is_the_weighted_sum(recorded, d
         stored, again = demo_store.layer(layer), torch.zeros_like(routed)
         for expert in range(demo_config.n_routed_experts):
             share = (weights * (ids == expert)).sum(1, keepdim=True)
-            linears = [
-                partial(stored.linear, f"mlp.experts.{expert}.{leaf}_proj") for leaf in ("gate", "up", "down")
-            ]
+            linears = [partial(stored.linear, f"mlp.experts.{expert}.{leaf}_proj") for leaf in ("gate", "up", "down")]
             again += share * gated_mlp(rows, *linears)
         assert torch.allclose(again, routed, atol=1e-5)
 
@@ -178,9 +174,7 @@ def test_bf16_pass_is_close_to_float32(demo_config, demo_store, prose):
     store = WeightStore(demo_store.source, demo_config, dtype=torch.bfloat16)
     coarse = Head.of_trunk(store)(trunk(store, embed(store, prose[:1]))[0])
     fine = Head.of_trunk(demo_store)(trunk(demo_store, embed(demo_store, prose[:1]))[0])
-    kl = torch.nn.functional.kl_div(
-        coarse.log_softmax(-1), fine.log_softmax(-1), log_target=True, reduction="sum"
-    )
+    kl = torch.nn.functional.kl_div(coarse.log_softmax(-1), fine.log_softmax(-1), log_target=True, reduction="sum")
     assert kl / len(prose[0]) < 5e-3
 
 

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from builders_exl3 import DEMO, demo_config, demo_windows, exl3_checkpoint
+from builders_exl3 import DEMO, demo_config, demo_windows, rounded_checkpoint
 
 from keys35.files.source import ShardedSource
 from keys35.glm.weights import WeightStore
@@ -28,5 +28,5 @@ def reference(tmp_path_factory, panel, source_store):
 
 @pytest.fixture(scope="session")
 def packed(tmp_path_factory, source_store):
-    """The demo model with random EXL3 linears: legal, loadable, and no better than noise."""
-    return exl3_checkpoint(tmp_path_factory.mktemp("packed"), source_store.source, demo_config())
+    """The demo model with 8-bit EXL3 linears."""
+    return rounded_checkpoint(tmp_path_factory.mktemp("packed"), source_store.source, demo_config())

@@ -24,6 +24,7 @@ from keys35.runtime.launch import run_generate, run_panel
 from keys35.runtime.metrics import PanelMetrics
 from keys35.runtime.ranks import Ranks
 from keys35.runtime.reference import next_tokens
+from keys35.runtime.score import score_panel
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +52,19 @@ def test_four_ranks_equal_one_process(alone, four, panel):
         assert (one - many).abs().max() <= 1e-3
         between.add(window, "all", one, many, next_tokens(tokens))
     assert between.result()["kl"] <= 1e-5
+    assert 0 < alone[1].metrics["kl"] < 0.01 and alone[1].metrics["top1"] > 0.95
     assert four[1].metrics["kl"] == pytest.approx(alone[1].metrics["kl"], abs=1e-5)
     assert four[1].metrics["mtp"] == pytest.approx(alone[1].metrics["mtp"], abs=5e-3)
+
+
+def test_a_damaged_checkpoint_is_named_not_averaged(source_store, panel, reference, monkeypatch):
+    store = WeightStore(source_store.source, source_store.config)
+    damaged = WeightStore.tensor
+    monkeypatch.setattr(
+        WeightStore, "tensor", lambda self, name: damaged(self, name) * (torch.nan if "model.norm" in name else 1)
+    )
+    with pytest.raises(RankError, match="window 0 gives NaN"):
+        score_panel(store, Ranks(), panel, reference)
 
 
 def test_each_rank_reads_about_a_quarter_and_stays_small(alone, four, packed):
@@ -76,9 +88,7 @@ def test_ranks_load_neither_encoder_nor_transformers():
 
 
 def test_the_source_scores_zero_against_itself(panel, reference, tmp_path):
-    result = run_panel(
-        DEMO / "model", panel, reference.root, 1, tmp_path, mtp_hidden="pre_norm", device="cpu"
-    )
+    result = run_panel(DEMO / "model", panel, reference.root, 1, tmp_path, mtp_hidden="pre_norm", device="cpu")
     assert result.metrics["kl"] < 1e-9 and result.metrics["top1"] == 1
     mtp = result.metrics["mtp"]
     assert mtp["top1"] == mtp["top1_reference"] and mtp["acceptance"] == mtp["acceptance_reference"]
