@@ -22,7 +22,7 @@ from .hessian import HessianFactor, factor_hessian, usable_hessian
 from .ldlq import ldlq
 from .linear import EncodedLinear
 from .refit import Target, refit
-from .scale import Regularised, regularise, to_half
+from .scale import Regularised, ScalePowers, regularise, to_half
 from .tiles import from_ring, pack, symbol_bits
 from .viterbi import get_backend
 
@@ -37,17 +37,16 @@ class EncodeOptions:
 
     backend: which tile encoder, see `viterbi.get_backend`.
     sigma_reg: damping of the Hessian, as a share of its mean diagonal.
-    refit_rounds: rounds of scale refitting.
-    out_power, in_power: see `scale.regularise`.
+    refit_rounds: rounds of scale refitting; a second one gains less than a thousandth.
+    powers: see `scale.ScalePowers`.
     scaled_metric: put the row scales into the Hessian of the rounding, one factorisation per weight.
     stack_elements: weights that advance together through LDLQ at most; bounds memory, changes no byte.
     """
 
     backend: str = "auto"
     sigma_reg: float = 0.025
-    refit_rounds: int = 2
-    out_power: float = 0.5
-    in_power: float = 0.5
+    refit_rounds: int = 1
+    powers: ScalePowers = ScalePowers()
     scaled_metric: bool = True
     stack_elements: int = 1 << 28
 
@@ -179,8 +178,9 @@ def _prepare(
     k, n = weight.shape
     signs_in = sign_vector(seed, f"in/{job.hessian or job.name}", k, weight.device)
     signs_out = sign_vector(seed, f"out/{job.name}", n, weight.device)
-    split = regularise(weight, signs_in, signs_out, options.out_power, options.in_power)
-    hessian = hessians.get(job.hessian) if job.hessian else None
+    hessian = hessians[job.hessian] if job.hessian else None
+    input_power = None if hessian is None else hessian.diagonal()
+    split = regularise(weight, signs_in, signs_out, input_power, options.powers)
     factor = factor_hessian(hessian, split.su if options.scaled_metric else signs_in, options.sigma_reg)
     if factor.fallback:
         log.warning("%s: no usable Hessian, encoded for the least squared error", job.name)

@@ -33,8 +33,9 @@ def ldlq(
     for stop in range(k, 0, -BLOCK):
         start = stop - BLOCK
         span = slice(start, stop)
-        for b in range(count):
-            scales[b, start // BLOCK] = tile_scale(target[b, span], bits)
+        for b, feedback in enumerate(feedbacks):
+            within = None if feedback is None else feedback[span, span]
+            scales[b, start // BLOCK] = tile_scale(target[b, span], within, bits)
         scale = scales[:, start // BLOCK, None, None]
         for row in range(stop - TILE, start - TILE, -TILE):
             rows = slice(row, row + TILE)
