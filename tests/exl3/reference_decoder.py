@@ -1,4 +1,4 @@
-"""A second EXL3 decoder, straight from the format notes in plain Python integers and numpy; shares no code with keys35."""
+"""A second EXL3 decoder, from the format notes alone, in Python integers and numpy; shares no code with keys35."""
 
 import numpy as np
 
