@@ -19,7 +19,6 @@ class EncodedLinear:
     proxy_error: tr(E^T H E) / tr(W^T H W) of the decoded weight under the undamped Hessian, dimensionless.
     fallback: no usable Hessian, so the plain squared error was minimised.
     damping: the share of the mean diagonal that was added to the Hessian.
-    scale: the global scale of the tiles.
     """
 
     trellis: Tensor
@@ -30,7 +29,6 @@ class EncodedLinear:
     fallback: bool
     codebook: str = "mul1"
     damping: float = 0.0
-    scale: float = 1.0
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
         """The stored tensors by name, for a module called `prefix`."""
