@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 
 from keys35.files.atomic import write_json
 from keys35.files.ledger import Workdir
+from keys35.memory import release
 
 T = TypeVar("T")
 HEARTBEAT = "progress.json"
@@ -46,13 +47,17 @@ class Progress:
         self._show = show
 
     def walk(self, stage: str, units: Iterable[T], note: Callable[[T], str] = str) -> Iterator["Step[T]"]:
-        """Yield every unit wrapped in a Step; the caller marks a step `kept` when nothing had to be done."""
+        """Yield every unit wrapped in a Step; the caller marks a step `kept` when nothing had to be done.
+
+        Freed memory goes back to the system after each unit.
+        """
         items = list(units)
         started, kept = time.time(), 0
         self._report(Tick(stage, 0, len(items), 0, "", started, time.time(), os.getpid()))
         for done, item in enumerate(items, 1):
             step = Step(item)
             yield step
+            release()
             kept += step.kept
             self._report(Tick(stage, done, len(items), kept, note(item), started, time.time(), os.getpid()))
 

@@ -91,7 +91,7 @@ class Encoder(_Section):
 
     backend: Literal["auto", "cpu", "cuda", "exllamav3"] = "auto"
     sigma_reg: float = Field(0.025, gt=0, lt=1)
-    refit_rounds: int = Field(2, ge=0, le=8)
+    refit_rounds: int = Field(1, ge=0, le=8)
 
 
 class Output(_Section):

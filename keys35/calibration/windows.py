@@ -1,6 +1,7 @@
 """Documents -> tokens -> windows, split by document so that no text serves two purposes."""
 
 import hashlib
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,10 +64,12 @@ class WindowMaker:
         return Windows(torch.from_numpy(np.concatenate(tokens)), torch.tensor(domain), names)
 
     def _domain_windows(self, domain: Domain, count: int, split: str | None) -> np.ndarray:
-        stream: list[int] = []
-        texts = [d for d in documents(domain) if split is None or _split_of(d) == split]
-        for encoding in self._tokenizer.encode_batch(texts, add_special_tokens=False):
-            stream += [*self._prefix, *encoding.ids, self._end]
+        stream = array("q")
+        for text in documents(domain):
+            if split is None or _split_of(text) == split:
+                # One document at a time: an encoding keeps offsets and words, some hundred bytes per token.
+                ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+                stream.extend([*self._prefix, *ids, self._end])
         available = len(stream) // self._window
         if available < count:
             purpose = f"{split} windows" if split else "panel windows"
@@ -74,7 +77,7 @@ class WindowMaker:
                 f"domain '{domain.name}' has text for {available} {purpose} of {self._window} tokens, "
                 f"{count} asked: add text to the set, or lower the recipe's number or length of windows"
             )
-        rows = np.array(stream[: available * self._window], dtype=np.int64).reshape(available, self._window)
+        rows = np.array(stream, dtype=np.int64)[: available * self._window].reshape(available, self._window)
         order = np.random.default_rng([self._seed, len(domain.name)]).permutation(available)[:count]
         return rows[np.sort(order)]
 

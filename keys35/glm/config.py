@@ -143,9 +143,6 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
     rope_type = rope.get("rope_type") or rope.get("type") or "default"
     if rope_type != "default":
         raise SourceError(f"config.json has rope_type {rope_type!r}; only 'default' is implemented")
-    method = (config.get("quantization_config") or {}).get("quant_method")
-    if method not in (None, "exl3"):
-        raise SourceError(f"config.json says the weights are quantized by {method!r}; start from the BF16 checkpoint")
 
 
 def _positive_int(config: Mapping[str, Any], key: str, default: int | None = None) -> int:

@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+REDUCE_VALUES = 1 << 20
+
 
 class Ranks:
     """A single rank, which has nobody to talk to."""
@@ -22,10 +24,12 @@ class Ranks:
 
     def reduce(self, x: Tensor) -> Tensor:
         """The sum of every rank's x, float32. Added in rank order, so that it repeats to the last bit."""
-        parts = self.all(x.float().contiguous())
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
+        total = x.float().contiguous().clone()
+        for piece in total.view(-1).split(REDUCE_VALUES):  # bounds the copies of the other ranks' parts
+            parts = self.all(piece)
+            piece.copy_(parts[0])
+            for part in parts[1:]:
+                piece += part
         return total
 
     def logits(self, share: Tensor) -> Tensor | None:

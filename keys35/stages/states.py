@@ -13,7 +13,7 @@ from keys35.glm.block import LayerWeights, Observer
 from keys35.glm.config import GlmConfig
 from keys35.glm.layer import decoder_layer
 
-WINDOWS_AT_ONCE_TOKENS = 32768
+WINDOWS_AT_ONCE_TOKENS = 8192
 
 
 @dataclass(frozen=True)
