@@ -10,21 +10,20 @@ import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ..errors import EncodeError
-from .codebook import codebook_table
 from .hadamard import BLOCK
 from .hessian import HessianFactor, factor_hessian, usable_hessian
 from .ldlq import ldlq
-from .linear import EncodedLinear
+from .linear import EncodedLinear, decode_weight
 from .refit import Target, refit
 from .scale import Regularised, ScalePowers, regularise, to_half
-from .tiles import from_ring, pack, symbol_bits
-from .viterbi import get_backend
+from .tiles import pack, symbol_bits
+from .viterbi import backend_device, get_backend
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +64,7 @@ class _Prepared:
     """A job with everything its widths share."""
 
     job: LinearJob
+    home: torch.device
     target: Target
     split: Regularised
     factor: HessianFactor
@@ -79,18 +79,22 @@ def encode_group(
 ) -> dict[tuple[str, float], EncodedLinear]:
     """Encode every job at every width; the result is keyed by (job name, width).
 
-    A Hessian is the mean of x x^T over the inputs of the layer, (in, in), float32. Raises EncodeError for
+    A Hessian is the mean of x x^T over the inputs of the layer, (in, in), float32. The work is done on the
+    backend's device, a stack at a time; results come back to where their weight was. Raises EncodeError for
     weights or widths that cannot be encoded and for a Hessian that is missing or of another size.
     """
     for bits in widths:
         symbol_bits(bits)  # refuses a width that EXL3 does not have
     for job in jobs:
-        _check(job, hessians)
+        _check_shapes(job, hessians)
+    device = backend_device(options.backend)
     results = {}
     with torch.inference_mode(), _full_float32():
         for stack in _stacks(jobs, options.stack_elements):
+            homes = [job.weight.device for job in stack]
+            stack = [replace(job, weight=job.weight.to(device)) for job in stack]
             padded = _padded_hessians(stack, hessians)
-            prepared = [_prepare(job, padded, options, seed) for job in stack]
+            prepared = [_prepare(*pair, padded, options, seed) for pair in zip(stack, homes, strict=True)]
             for bits in widths:
                 results.update(_encode_stack(prepared, float(bits), options))
     return results
@@ -114,9 +118,19 @@ def _full_float32() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def _check(job: LinearJob, hessians: Mapping[str, Tensor]) -> None:
+def _check_shapes(job: LinearJob, hessians: Mapping[str, Tensor]) -> None:
     if job.weight.ndim != 2 or 0 in job.weight.shape:
         raise EncodeError(f"{job.name}: a weight must be a matrix, found shape {tuple(job.weight.shape)}")
+    if job.hessian is None:
+        return
+    if job.hessian not in hessians:
+        raise EncodeError(f"{job.name}: there is no Hessian {job.hessian!r}; or encode with hessian=None")
+    shape, k = tuple(hessians[job.hessian].shape), job.weight.shape[0]
+    if shape != (k, k):
+        raise EncodeError(f"{job.name}: Hessian {job.hessian!r} has shape {shape}, the weight has {k} inputs")
+
+
+def _check_values(job: LinearJob) -> None:
     broken = ~torch.isfinite(job.weight)
     if bool(broken.any()):
         row, column = (int(i) for i in broken.nonzero()[0])
@@ -130,13 +144,6 @@ def _check(job: LinearJob, hessians: Mapping[str, Tensor]) -> None:
         raise EncodeError(
             f"{job.name}: the largest weight is {largest:.3g}, fp16 scales hold up to {LARGEST_WEIGHT:.3g}"
         )
-    if job.hessian is None:
-        return
-    if job.hessian not in hessians:
-        raise EncodeError(f"{job.name}: there is no Hessian {job.hessian!r}; or encode with hessian=None")
-    shape, k = tuple(hessians[job.hessian].shape), job.weight.shape[0]
-    if shape != (k, k):
-        raise EncodeError(f"{job.name}: Hessian {job.hessian!r} has shape {shape}, the weight has {k} inputs")
 
 
 def _padded_shape(weight: Tensor) -> tuple[int, int]:
@@ -172,8 +179,13 @@ def _padded_hessians(jobs: Iterable[LinearJob], hessians: Mapping[str, Tensor]) 
 
 
 def _prepare(
-    job: LinearJob, hessians: Mapping[str, Tensor | None], options: EncodeOptions, seed: int
+    job: LinearJob,
+    home: torch.device,
+    hessians: Mapping[str, Tensor | None],
+    options: EncodeOptions,
+    seed: int,
 ) -> _Prepared:
+    _check_values(job)
     weight = _pad(job.weight, _padded_shape(job.weight))
     k, n = weight.shape
     signs_in = sign_vector(seed, f"in/{job.hessian or job.name}", k, weight.device)
@@ -186,7 +198,7 @@ def _prepare(
         log.warning("%s: no usable Hessian, encoded for the least squared error", job.name)
         hessian = torch.eye(k, device=weight.device)
     target = Target.of(weight, split.exponent, hessian, options.sigma_reg)
-    return _Prepared(job, target, split, factor)
+    return _Prepared(job, home, target, split, factor)
 
 
 def _encode_stack(
@@ -203,13 +215,14 @@ def _encode_stack(
 
 def _finish(item: _Prepared, states: Tensor, scales: Tensor, bits: float, rounds: int) -> EncodedLinear:
     split = item.split
-    rotated = from_ring(codebook_table("mul1", str(states.device))[states.int() & 0xFFFF])
+    trellis = pack(states, bits)
     su = split.su / scales.repeat_interleave(BLOCK)
-    suh, svh, error = refit(item.target, rotated, *to_half(su, split.sv, split.exponent), rounds)
+    base = decode_weight(trellis, torch.ones_like(split.su), torch.ones_like(split.sv))
+    suh, svh, error = refit(item.target, base, *to_half(su, split.sv, split.exponent), rounds)
     return EncodedLinear(
-        trellis=pack(states, bits),
-        suh=suh,
-        svh=svh,
+        trellis=trellis.to(item.home),
+        suh=suh.to(item.home),
+        svh=svh.to(item.home),
         bits=bits,
         proxy_error=float(error),
         fallback=item.factor.fallback,

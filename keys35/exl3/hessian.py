@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .hadamard import rotate_in, rotate_out
+from .hadamard import rotate_both
 from .tiles import TILE
 
 _RETRIES = 10
@@ -52,7 +52,7 @@ def factor_hessian(hessian: Tensor | None, scales: Tensor, sigma_reg: float) -> 
     hessian = usable_hessian(hessian)
     if hessian is None:
         return HessianFactor(None, 0.0, True)
-    rotated = rotate_out(rotate_in(hessian * scales * scales[:, None]))
+    rotated = rotate_both(hessian * scales * scales[:, None])
     mean = rotated.diagonal().mean()
     mean = torch.where(mean > 0, mean, torch.ones_like(mean))  # a weight of zeros has scales of zero
     damping = sigma_reg

@@ -2,10 +2,13 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from .codebook import codebook_table, marker_tensor
-from .hadamard import rotate_in, rotate_out
+from .gpu import usable
+from .gpu.rotate import reconstruct
+from .hadamard import rotate_both
 from .tiles import bits_of, from_ring, unpack
 
 __all__ = ["EncodedLinear", "bits_of", "decode_weight"]
@@ -38,10 +41,14 @@ class EncodedLinear:
         return {f"{prefix}.{part}": tensor for part, tensor in parts.items()}
 
 
-def decode_weight(trellis: Tensor, suh: Tensor, svh: Tensor, codebook: str = "mul1") -> Tensor:
-    """Reconstruct diag(suh) Hk Wq Hn diag(svh) in float32.
+def decode_weight(
+    trellis: Tensor, suh: Tensor, svh: Tensor, codebook: str = "mul1", dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Reconstruct diag(suh) Hk Wq Hn diag(svh), computed in float32.
 
-    Shapes: int16 (k/16, n/16, 16 * bits), fp16 (k,), fp16 (n,); float32 (k, n), inputs first.
+    Shapes: int16 (k/16, n/16, 16 * bits), fp16 (k,), fp16 (n,); (k, n) of a dtype, inputs first.
     """
+    if codebook == "mul1" and trellis.is_cuda and usable(trellis.device.index):
+        return reconstruct(trellis, (suh.half(), svh.half()), dtype)
     rotated = from_ring(codebook_table(codebook, str(trellis.device))[unpack(trellis)])
-    return suh.float()[:, None] * rotate_out(rotate_in(rotated)) * svh.float()
+    return (suh.float()[:, None] * rotate_both(rotated) * svh.float()).to(dtype)

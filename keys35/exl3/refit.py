@@ -5,8 +5,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .hadamard import rotate_in, rotate_out
-
 
 @dataclass(frozen=True)
 class Target:
@@ -43,15 +41,13 @@ class Target:
 
 
 def refit(
-    target: Target, rotated: Tensor, su: Tensor, sv: Tensor, rounds: int
+    target: Target, base: Tensor, su: Tensor, sv: Tensor, rounds: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Improve the scales of diag(su) Hk rotated Hn diag(sv).
+    """Improve the scales of diag(su) base diag(sv).
 
-    Shapes: rotated float32 (k, n), the decoded trellis; su fp16 (k,), sv fp16 (n,). Returns suh, svh and the
-    proxy error of the best round; the given scales are a candidate too, so it never rises.
+    Shapes: base float32 (k, n), the decoded trellis in the weight's own basis; su fp16 (k,), sv fp16 (n,).
+    Returns suh, svh and the proxy error of the best round; the given scales are a candidate too, so it never rises.
     """
-    base = rotate_out(rotate_in(rotated))
-
     def weight(su: Tensor, sv: Tensor) -> Tensor:
         return torch.ldexp(su.float()[:, None] * base * sv.float(), -target.exponent)
 

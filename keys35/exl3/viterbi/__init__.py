@@ -44,3 +44,9 @@ def get_backend(name: str = "auto") -> ViterbiBackend:
         return getattr(importlib.import_module(f"{__name__}.{module}"), factory)()
     except ImportError as error:
         raise EncodeError(f"encoder backend {name!r} cannot run here ({error}); use auto or cpu") from error
+
+
+def backend_device(name: str = "auto") -> torch.device:
+    """Where a backend wants its tiles: the CPU, or torch's current CUDA device."""
+    on_cpu = get_backend(name).name == "cpu"
+    return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
