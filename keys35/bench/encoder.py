@@ -6,8 +6,10 @@ tensors on the host out), at GLM-5.3's shapes. Writes JSON and prints Markdown t
 
 import argparse
 import datetime
+import importlib.metadata
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,12 +23,13 @@ from torch import Tensor
 from .. import __version__
 from ..exl3.codebook import codebook_table
 from ..exl3.encode import EncodedLinear, EncodeOptions, encode_group
-from ..exl3.gpu.compile import compiler
+from ..exl3.gpu.compile import compile_source, compiler
+from ..exl3.gpu.launch import Limits
 from ..exl3.linear import decode_weight
 from ..exl3.scale import best_scale
 from ..exl3.tiles import RING, pack
 from ..exl3.viterbi import get_backend
-from ..exl3.viterbi.cuda import scratch_bytes
+from ..exl3.viterbi.cuda import plan_launch, scratch_bytes
 from ..files.atomic import write_json
 from . import peer
 from .layers import Batch, down_batch, gate_up_batch
@@ -204,25 +207,41 @@ def layer_rate(batches: Mapping[str, Mapping[str, float]], who: str) -> float:
     return 3 / (2 / gate_up[f"{who}_mws"] + 1 / down[f"{who}_mws"])
 
 
-def surroundings() -> dict[str, Any]:
+def measure_compiling() -> float:
+    """Seconds that the first use of the candidate widths takes, with nothing in the cache."""
+    limits, begun = Limits.of(0), time.perf_counter()
+    for bits in CANDIDATES:
+        launch = plan_launch(1, bits, limits)
+        compile_source(launch.source, limits.arch, dict(launch.settings))
+    compile_source("rotate.cu", limits.arch, {})
+    return time.perf_counter() - begun
+
+
+def surroundings(with_peer: bool) -> dict[str, Any]:
     """What the figures depend on besides the code."""
+    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    versions = {
+        "keys35": __version__,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "driver": subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split()[0],
+        "compiler": " ".join(compiler()),
+        "python": platform.python_version(),
+    }
+    if with_peer:
+        versions["exllamav3"] = importlib.metadata.version("exllamav3")
     return {
-        "command": " ".join([Path(sys.executable).name, "-m", "keys35.bench.encoder", *sys.argv[1:]]),
+        "command": " ".join(["python", "-m", "keys35.bench.encoder", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "device": torch.cuda.get_device_name(),
-        "versions": {
-            "keys35": __version__,
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
-            "compiler": " ".join(compiler()),
-            "python": platform.python_version(),
-        },
+        "versions": versions,
     }
 
 
 def run(experts: Sequence[int], with_peer: bool, say: Callable[[str], None]) -> dict[str, Any]:
     """Every measurement; `say` hears each figure as it comes."""
-    result: dict[str, Any] = surroundings() | {"kernel": {}, "end_to_end": {}}
+    result = surroundings(with_peer) | {"compile_seconds": measure_compiling(), "kernel": {}, "end_to_end": {}}
+    say(f"compile: {result['compile_seconds']:.1f} s")
     for bits in (2, 3, 4, 5, 8):
         result["kernel"][str(bits)] = measure_kernel(bits, with_peer)
         say(f"kernel {bits}: {result['kernel'][str(bits)]}")
