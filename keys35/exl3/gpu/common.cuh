@@ -16,7 +16,7 @@ __device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) {
 }
 __device__ __forceinline__ u32 min2(u32 a, u32 b) {   // of halves that are not negative
     u32 r;
-#if __CUDA_ARCH__ >= 900 && !defined(FMIN)
+#if __CUDA_ARCH__ >= 900
     asm("min.s16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
 #else
     asm("min.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));

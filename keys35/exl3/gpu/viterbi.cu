@@ -19,33 +19,32 @@
 //
 // A tile's states depend on its targets alone: not on its place, its neighbours, the launch or the device.
 //
-// Compile-time settings: BITS (2 to 8), THREADS (256 fits the registers).
+// Compile-time settings: BITS (2 to 8), THREADS (256: two warps a scheduler, so that a thread has registers for its share of
+// the codebook and as many again to keep many transitions under way).
 
 #include "common.cuh"
 
+static_assert(THREADS == 256, "the shares below are made for 256 threads");
 constexpr int K = BITS, Q = 1 << K;              // branches into and out of a node
 constexpr int NODES = 65536 >> K, J = NODES >> K;
-#ifndef KEEP
-#define KEEP (K == 2 ? 4 : K == 3 ? 2 : 1)
-#endif
-constexpr int KEPT = KEEP;
+constexpr int KEPT = K == 2 ? 4 : K == 3 ? 2 : 1;
 constexpr int CHAINS = 1 << (K * KEPT), LINKS = RING / KEPT;
 
 __device__ __forceinline__ u32 state_of(int k, int j, int l) { return k << (16 - K) | j << K | l; }
 __device__ __forceinline__ u32 values_of(u32 state, u32 other) { return value_of(state) | value_of(other) << 16; }
 
 // ---- a thread's share ------------------------------------------------------------------------------------------------
-// Up to 5 bits: J_OWN neighbouring j, L_OWN neighbouring l, every k. From 6 bits: one j, two l and 1 / K_PARTS of the k.
+// Up to 5 bits: J_OWN neighbouring j, L_OWN neighbouring l, every k. From 6 bits: one j, two or four l, 1 / K_PARTS of the k.
 // 2 and 3 bits keep costs in node order, with 16 bytes of padding every 128 against bank conflicts. The others keep
 // rows of one j (or a pair of j), k inside, so that loads are 16 bytes wide; in a row, k is XORed with bits of the row's
 // number, so that stores meet different banks. A thread takes the k in stored order, its codebook values likewise.
 
 constexpr bool WIDE = K >= 6, ROWS = K >= 4;
 constexpr int PAIRS = 32768 / THREADS;           // codebook registers a thread
-constexpr int J_OWN = WIDE ? 1 : (K == 2 ? 8 : 2) * (K <= 3 ? 512 / THREADS : 1);
+constexpr int J_OWN = WIDE ? 1 : K == 2 ? 16 : K == 3 ? 4 : 2, J_PAIRS = WIDE ? 1 : J_OWN / 2;
 constexpr int L_OWN = 2 * PAIRS / (J_OWN * Q) < 2 ? 2 : 2 * PAIRS / (J_OWN * Q), L_PARTS = Q / L_OWN;
 constexpr int K_PARTS = J_OWN * L_OWN * Q / (2 * PAIRS), K_OWN = Q / K_PARTS;
-constexpr int OUT = J_OWN * L_OWN, J_PAIRS = J_OWN > 1 ? J_OWN / 2 : 1;
+constexpr int OUT = J_OWN * L_OWN;               // out-nodes of a thread
 constexpr int COPY_BYTES = 2 * (ROWS ? NODES : NODES + NODES / 8);
 
 __device__ __forceinline__ int scramble(int row) {
@@ -186,8 +185,7 @@ __device__ __forceinline__ void store_costs(const Share& own, char* costs, const
         #pragma unroll
         for (int o = 0; o < OUT / 2; ++o) {
             int out_node = node + o / (L_OWN / 2) * Q + o % (L_OWN / 2) * 2;
-            int slot = THREADS == 512 ? cost_slot(node) + cost_slot(out_node - node) : cost_slot(out_node);
-            *reinterpret_cast<u32*>(costs + 2 * slot) = best[o];
+            *reinterpret_cast<u32*>(costs + 2 * cost_slot(out_node)) = best[o];
         }
     } else {
         uint4* to = reinterpret_cast<uint4*>(costs + 2 * cost_slot(node));
@@ -214,11 +212,9 @@ __device__ __forceinline__ void keep(const Share& own, int thread, u16* to, cons
 
 // One link leads from the node after step (link + 1) * KEPT - 1 to the node before step link * KEPT. A warp tries all
 // chains of KEPT branches, with the search's own arithmetic; every KEPT steps of the search ahead it has time for one
-// link, which many chains spread over those steps. Kept costs are fetched before the step that uses them.
-#ifndef NSHARES
-#define NSHARES (K == 2 ? 4 : 1)
-#endif
-constexpr int SHARES = NSHARES, SHARE = CHAINS / SHARES, SHARE_OWN = (SHARE + 31) / 32;
+// link, which at 2 bits is spread over those steps: the warps that walk shall not hold up the others. Kept costs are
+// fetched before the step that uses them.
+constexpr int SHARES = K == 2 ? 4 : 1, SHARE = CHAINS / SHARES, SHARE_OWN = (SHARE + 31) / 32;
 struct Walk {
     const u16* kept;      // the tile's kept costs
     const u16* targets;   // in ring order

@@ -4,6 +4,7 @@ A backend maps tiles to trellis states, nothing else, so everything above it is 
 """
 
 import importlib
+import logging
 from functools import lru_cache
 from typing import Protocol
 
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor
 
 from ...errors import EncodeError
+
+log = logging.getLogger(__name__)
 
 BACKENDS = {
     "cpu": ("cpu", "CpuBackend"),
@@ -36,7 +39,7 @@ def get_backend(name: str = "auto") -> ViterbiBackend:
     Raises EncodeError when the name is unknown or what the backend needs is not installed.
     """
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        return _best_backend()
     if name not in BACKENDS:
         raise EncodeError(f"unknown encoder backend {name!r}; use auto, {', '.join(BACKENDS)}")
     module, factory = BACKENDS[name]
@@ -44,6 +47,16 @@ def get_backend(name: str = "auto") -> ViterbiBackend:
         return getattr(importlib.import_module(f"{__name__}.{module}"), factory)()
     except ImportError as error:
         raise EncodeError(f"encoder backend {name!r} cannot run here ({error}); use auto or cpu") from error
+
+
+def _best_backend() -> ViterbiBackend:
+    """Our kernels where there is a GPU, the peer's where ours do not run on it, the CPU otherwise."""
+    for name in ("cuda", "exllamav3") if torch.cuda.is_available() else ():
+        try:
+            return get_backend(name)
+        except EncodeError as reason:
+            log.warning("not encoding with %s: %s", name, reason)
+    return get_backend("cpu")
 
 
 def backend_device(name: str = "auto") -> torch.device:
