@@ -25,7 +25,7 @@ class Target:
     def of(cls, weight: Tensor, exponent: Tensor, hessian: Tensor, damping: float) -> "Target":
         weight = torch.ldexp(weight, -exponent)
         product = hessian @ weight
-        energy = (weight * product).sum()
+        energy = (weight * product).sum(-1).sum()
         ridge = damping * hessian.diagonal().mean()
         return cls(weight, exponent, hessian, damping, product + ridge * weight, energy)
 
@@ -36,7 +36,7 @@ class Target:
     def proxy_error(self, weight: Tensor) -> Tensor:
         """tr(E^T H E) / tr(W^T H W) for E = W - weight; 0 when both vanish, 1 when only W's energy does."""
         error = self.weight - weight
-        wrong = (error * (self.hessian @ error)).sum().clamp(min=0)
+        wrong = (error * (self.hessian @ error)).sum(-1).sum().clamp(min=0)
         return torch.where(self.energy > 0, wrong / self.energy, (wrong > 0).float())
 
 

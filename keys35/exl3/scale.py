@@ -26,9 +26,9 @@ def tile_scale(span: Tensor, feedback: Tensor | None, bits: float) -> Tensor:
 
     feedback: (r, r), what the errors of these rows will still add to one another, or None.
     """
-    power = span.square().mean()
+    power = span.square().mean(-1).mean()
     if feedback is not None:
-        power = power * (1 + 1.1 * 4.0**-bits * feedback.square().sum() / len(feedback))
+        power = power * (1 + 1.1 * 4.0**-bits * feedback.square().sum(-1).sum() / len(feedback))
     return torch.where(power > 0, _MARGIN * best_scale(bits) * power.rsqrt(), torch.ones_like(power))
 
 

@@ -67,6 +67,6 @@ def _kl_by_domain(store: WeightStore, windows: Windows, reference: States, copy:
             part = slice(rows, rows + LOGIT_ROWS)
             p = head(reference.x[index, part]).double().log_softmax(-1)
             q = head(copy.x[index, part]).double().log_softmax(-1)
-            total[domain] += (p.exp() * (p - q)).sum()
+            total[domain] += (p.exp() * (p - q)).sum(-1).sum()
     tokens = torch.bincount(windows.domain, minlength=len(windows.domains)) * reference.x.shape[1]
     return total / tokens
