@@ -24,7 +24,13 @@ Tp = Annotated[int, typer.Option("--tp", min=1, help="tensor-parallel ranks")]
 
 
 @app.command()
-def plan(source: Source, recipe: RecipeName, work: Work = Path("."), tp: Tp = 4) -> None:
+def plan(
+    source: Source,
+    recipe: RecipeName,
+    work: Work = Path("."),
+    tp: Tp = 4,
+    scan: Annotated[bool, typer.Option("--scan", help="also read every weight and name NaN and Inf")] = False,
+) -> None:
     """Read headers only: coverage, sizes, disk, memory and time.
 
     Example: keys35 plan GLM-5.3-BF16 --recipe glm-5.3-2.75bpw
@@ -32,8 +38,12 @@ def plan(source: Source, recipe: RecipeName, work: Work = Path("."), tp: Tp = 4)
     from keys35.recipe import load_recipe
     from keys35.report.terminal import show_plan
     from keys35.stages.plan import plan as make_plan
+    from keys35.stages.scan import scan as run_scan
 
     show_plan(console, make_plan(source, load_recipe(recipe), work, tp))
+    if scan:
+        with _progress(None) as progress:
+            console.print(f"[green]passed[/green] all values of {run_scan(source, progress)} tensors are finite")
 
 
 @app.command()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from keys35.calibration.statistics import SHARED_INPUT, Capture, MoeRows
 from keys35.calibration.windows import WindowMaker, Windows, load_windows, save_windows, shares
+from keys35.errors import SourceError
 from keys35.files.atomic import load_tensors, save_tensors
 from keys35.glm.mtp import mtp_inputs
 from keys35.glm.names import FINAL_NORM
@@ -17,6 +18,7 @@ from keys35.glm.weights import StoredLayer, WeightStore
 from keys35.progress import Progress
 from keys35.stages.experts import LayerRows, encode_experts
 from keys35.stages.job import Job
+from keys35.stages.scan import broken_tensors
 from keys35.stages.sensitivity import measure_sensitivity
 from keys35.stages.states import States, load_states, save_states
 from keys35.stages.units import CALIBRATION, SENSITIVITY, ExpertUnit, capture_unit, expert_units, layer_name
@@ -88,6 +90,7 @@ def _capture(job: Job, store: WeightStore, layer: int, windows: dict[str, Window
     before = _states_before(job, store, layer, weights, windows)
     captures = {split: Capture(want_hessians=split == "fit") for split in SPLITS}
     after = {s: before[s].advance(job.config, layer, weights, captures[s]) for s in SPLITS}
+    _require_finite(job, layer, after)
     files = {}
     hessians = {f"hessian.{name}": h for name, h in captures["fit"].hessians().items()}
     files[hessian_file(job, layer)] = save_tensors(hessian_file(job, layer), hessians)
@@ -104,6 +107,15 @@ def _capture(job: Job, store: WeightStore, layer: int, windows: dict[str, Window
     for done in (layer - 1, layer):
         if not job.config.is_mtp(done + 1) and job.work.receipt(capture_unit(done + 1)) is not None:
             _forget_states(job, done)
+
+
+def _require_finite(job: Job, layer: int, states: dict[str, States]) -> None:
+    """Refuse states that would poison every later Hessian, where they arise, and name the tensors behind them."""
+    if all(bool(torch.isfinite(part.x).all()) for part in states.values()):
+        return
+    names = [rule.source for rule in job.rules.values() if rule.layer in (layer, None)]
+    broken = [str(item) for item in broken_tensors(job.source, names)] or ["no weight of it: the arithmetic overflows"]
+    raise SourceError(f"layer {layer} gives values that are not finite, because of:\n  " + "\n  ".join(broken))
 
 
 def _forget_states(job: Job, layer: int) -> None:
