@@ -1,6 +1,6 @@
 """A header-true stand-in for GLM-5.3: every name, dtype, shape and shard of the real checkpoint, sparse on disk.
 
-The weights cannot be had everywhere; what the plan needs of them is in the headers. `python -m keys35.bench.standin DIR`
+The weights cannot be had everywhere; what a plan needs of them is in the headers. `python -m keys35.bench.standin DIR`
 writes 282 files of 1.5 TB in all that occupy a few megabytes.
 """
 
