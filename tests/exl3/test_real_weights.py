@@ -57,6 +57,6 @@ def test_the_default_beats_plain_rounding_on_unseen_text(source, hessians, modul
 
     default, unscaled, plain = errors("h", EncodeOptions(backend="cpu")), errors("h", UNSCALED), errors(None, PLAIN)
     for text, ours, rounded in zip(("calibration", "unseen"), default, plain, strict=True):
-        print(f"{module}, {text} text: LDLQ + refit {ours:.3e}, plain rounding {rounded:.3e}, {ours / rounded:.2f} of it")
+        print(f"{module}, {text} text: LDLQ+refit {ours:.3e}, plain rounding {rounded:.3e}, ratio {ours / rounded:.2f}")
     assert default[0] < 0.95 * unscaled[0] and unscaled[0] < 0.85 * plain[0]
     assert default[1] < 0.75 * plain[1]
