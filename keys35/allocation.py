@@ -39,16 +39,30 @@ def _budget(costs: np.ndarray, widths: Sequence[int], mean_bits: Fraction) -> tu
     if not np.isfinite(costs).all() or (costs < 0).any():
         rows = np.flatnonzero(~np.isfinite(costs).all(axis=1) | (costs < 0).any(axis=1))
         raise BudgetError(f"costs of experts {rows[:8].tolist()} are negative or not finite: measure again")
-    total = mean_bits * count
-    if total.denominator != 1:
-        raise BudgetError(
-            f"{count} experts cannot have a mean of exactly {mean_bits} bits: {mean_bits} x {count} = {float(total)} "
-            f"is no whole number. Choose a mean that is a multiple of 1/{count}"
-        )
-    spare = int(total) - widths[0] * count
+    require_exact(mean_bits, count)
+    spare = int(mean_bits * count) - widths[0] * count
     if not 0 <= spare <= (widths[-1] - widths[0]) * count:
         raise BudgetError(f"a mean of {mean_bits} bits lies outside the widths {list(widths)}")
     return count, [width - widths[0] for width in widths], spare
+
+
+def require_exact(mean_bits: Fraction, count: int, what: str = "experts") -> None:
+    """Refuse (BudgetError) a mean that `count` whole widths cannot have, and name the nearest ones they can."""
+    total = mean_bits * count
+    if total.denominator != 1:
+        below, above = int(total), int(total) + 1
+        raise BudgetError(
+            f"{count} {what} cannot have a mean of exactly {mean_bits} bits: {mean_bits} x {count} is no whole number. "
+            f'The nearest means they can have are "{below}/{count}" ({below / count:.5g}) and "{above}/{count}" '
+            f"({above / count:.5g})"
+        )
+
+
+def one_width_per_layer(costs: Sequence[np.ndarray], widths: Sequence[int], mean_bits: Fraction) -> list[np.ndarray]:
+    """The exact allocation with one width in every layer: the mean over the layers is exact (they have one size)."""
+    require_exact(mean_bits, len(costs), "layers of one width")
+    picked = exact_allocation(np.stack([layer.sum(axis=0) for layer in costs]), widths, mean_bits)
+    return [np.full(len(layer), width, dtype=np.int64) for layer, width in zip(costs, picked, strict=True)]
 
 
 def per_layer(costs: Sequence[np.ndarray], widths: Sequence[int], mean_bits: Fraction) -> list[np.ndarray]:
@@ -78,6 +92,12 @@ def random_mix(sizes: Sequence[int], mean_bits: Fraction, seed: int) -> list[np.
     widths = np.full(count, low, dtype=np.int64)
     widths[np.random.default_rng(seed).permutation(count)[: int(raised)]] = high
     return np.split(widths, np.cumsum(sizes)[:-1])
+
+
+def random_layers(sizes: Sequence[int], mean_bits: Fraction, seed: int) -> list[np.ndarray]:
+    """The two neighbouring widths shuffled over whole layers of one size, mean exact."""
+    picked = random_mix([1] * len(sizes), mean_bits, seed)
+    return [np.full(size, width[0], dtype=np.int64) for size, width in zip(sizes, picked, strict=True)]
 
 
 def bit_counts(widths: Sequence[np.ndarray]) -> dict[int, int]:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from keys35.errors import RecipeError
 
 INTEGER_WIDTHS = frozenset(range(1, 9))
+PLAIN_BITS = 16  # what a config calls a tensor that is not encoded
 
 
 class _Section(BaseModel):
@@ -22,9 +23,9 @@ class _Section(BaseModel):
 class Experts(_Section):
     """Routed experts: candidate widths and the mean to hit exactly, in bits per weight."""
 
-    widths: tuple[int, ...] = (2, 3, 4)
-    bits: float = 2.75
-    scope: Literal["model", "layer"] = "model"
+    widths: tuple[int, ...] = Field((2, 3, 4), description="candidate widths, whole bits from 1 to 8, rising")
+    bits: float | str = Field(2.75, description='the exact mean: a decimal, or a fraction in quotes ("206/75")')
+    scope: Literal["model", "layer"] = Field("model", description="where the mean holds: over all layers, or in each")
     group: int = Field(8, ge=1, description="experts per unit of work")
 
     @field_validator("widths")
@@ -36,9 +37,18 @@ class Experts(_Section):
             raise ValueError(f"widths must rise without repeats, found {list(widths)}")
         return widths
 
+    @field_validator("bits")
+    @classmethod
+    def _exact(cls, bits: float | str) -> float | str:
+        try:
+            Fraction(str(bits))
+        except (ValueError, ZeroDivisionError):
+            raise ValueError('bits must be a number, or a fraction in quotes such as "206/75"') from None
+        return bits
+
     @model_validator(mode="after")
     def _budget_within_widths(self) -> "Experts":
-        if not self.widths[0] <= self.bits <= self.widths[-1]:
+        if not self.widths[0] <= self.budget <= self.widths[-1]:
             raise ValueError(f"bits = {self.bits} lies outside the candidate widths {list(self.widths)}")
         return self
 
@@ -51,7 +61,7 @@ class Experts(_Section):
 class Fixed(_Section):
     """Linears of one width, in bits per weight."""
 
-    bits: int = 5
+    bits: int = Field(5, description="width of attention, shared experts, dense MLPs and the indexer's wq_b")
 
     @field_validator("bits")
     @classmethod
@@ -64,19 +74,23 @@ class Fixed(_Section):
 class Mtp(Fixed):
     """The multi-token-prediction layer: its experts' width and which trunk state feeds it."""
 
-    bits: int = 8
-    hidden: Literal["pre_norm", "post_norm"] = "post_norm"
+    bits: int = Field(8, description="width of the MTP layer's experts")
+    hidden: Literal["pre_norm", "post_norm"] = Field(
+        "post_norm", description="the trunk state the MTP layer reads: before or after the final norm"
+    )
 
 
 class Calibration(_Section):
     """Which text is read, how much of it, and what the encoder minimises on it."""
 
-    set: str = "standard"
+    set: str = Field("standard", description="a set of calibration/, or the path of one")
     window: int = Field(2048, ge=16, description="tokens per window")
     fit_windows: int = Field(224, ge=1, description="windows that shape the Hessians")
     selection_windows: int = Field(48, ge=1, description="held-out windows that the error is measured on")
     sensitivity_windows: int = Field(16, ge=1, description="selection windows that weigh the layers")
-    hessian: Literal["weighted", "routed", "all"] = "weighted"
+    hessian: Literal["weighted", "routed", "all"] = Field(
+        "weighted", description="whose inputs an expert is fitted to: its own by router weight, its own, or all tokens"
+    )
     shrink: float = Field(0.25, ge=0, le=1, description="share of the layer's all-token Hessian mixed in")
 
     @model_validator(mode="after")
@@ -89,22 +103,25 @@ class Calibration(_Section):
 class Encoder(_Section):
     """The trellis encoder: who runs it and how hard it damps the Hessian."""
 
-    backend: Literal["auto", "cpu", "cuda", "exllamav3"] = "auto"
-    sigma_reg: float = Field(0.025, gt=0, lt=1)
-    refit_rounds: int = Field(1, ge=0, le=8)
+    backend: Literal["auto", "cpu", "cuda", "exllamav3"] = Field("auto", description="who runs the trellis search")
+    sigma_reg: float = Field(0.025, gt=0, lt=1, description="damping, as a share of the Hessian's mean diagonal")
+    refit_rounds: int = Field(1, ge=0, le=8, description="times the scales are fitted again after the search")
 
 
 class Output(_Section):
-    """The finished checkpoint: how many safetensors files."""
+    """The finished checkpoint: how many safetensors files, and which engines it is laid out for."""
 
-    shards: int = Field(81, ge=1, le=9999)
+    shards: int = Field(81, ge=1, le=9999, description="safetensors files, at most one per layer and two")
+    profile: Literal["per-expert", "uniform-layer", "bf16-rest"] = Field(
+        "per-expert", description="a width per expert; one per layer; or a width per expert and the rest as BF16"
+    )
 
 
 class Panel(_Section):
     """The held-out text that judges the result; never calibrated on."""
 
-    set: str = "standard-panel"
-    window: int = Field(2048, ge=16)
+    set: str = Field("standard-panel", description="a set of calibration/, or the path of one")
+    window: int = Field(2048, ge=16, description="tokens per window")
     windows: int = Field(32, ge=1, description="windows in all, shared evenly by the set's domains")
     random_mixes: int = Field(5, ge=1, description="seeds of the random baseline")
 
@@ -112,8 +129,8 @@ class Panel(_Section):
 class Recipe(_Section):
     """Everything that shapes the output, frozen; see recipes/*.toml for annotated examples."""
 
-    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    seed: int = Field(35, ge=0)
+    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="goes into every report")
+    seed: int = Field(35, ge=0, description="of signs, windows and baselines")
     experts: Experts = Experts()
     dense: Fixed = Fixed()
     mtp: Mtp = Mtp()
@@ -121,6 +138,17 @@ class Recipe(_Section):
     encoder: Encoder = Encoder()
     output: Output = Output()
     panel: Panel = Panel()
+
+    @model_validator(mode="after")
+    def _one_width_needs_the_whole_model(self) -> "Recipe":
+        if self.output.profile == "uniform-layer" and self.experts.scope == "layer":
+            raise ValueError('output.profile "uniform-layer" mixes whole layers: it needs experts.scope = "model"')
+        return self
+
+    @property
+    def dense_bits(self) -> int:
+        """Bits per weight of the dense linears in the output: 16 where they stay BF16."""
+        return PLAIN_BITS if self.output.profile == "bf16-rest" else self.dense.bits
 
     def guarded(self) -> dict[str, object]:
         """What a resume must find unchanged: all of it but the panel, which judges and does not shape."""

@@ -1,11 +1,14 @@
 """The part of a glm_moe_dsa config.json that decides tensors and arithmetic, refused where unsupported."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from keys35.errors import SourceError
 
+MODEL_TYPE = "glm_moe_dsa"
 MTP_HIDDEN = ("pre_norm", "post_norm")
 
 # key -> the values this architecture code implements (None: the key is absent or null).
@@ -133,9 +136,25 @@ _INTEGERS = [
 ]
 
 
+def refuse_other_architectures(root: Path) -> None:
+    """Refuse (SourceError) a checkpoint of another architecture from config.json alone, in milliseconds.
+
+    A folder without a readable config.json passes: opening it says what is wrong with it.
+    """
+    try:
+        config = json.loads((Path(root) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return
+    if isinstance(config, dict) and isinstance(config.get("text_config") or config, dict):
+        _refuse_unsupported(config.get("text_config") or config)
+
+
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
-    if config.get("model_type") != "glm_moe_dsa":
-        raise SourceError(f"config.json has model_type {config.get('model_type')!r}; keys35 reads glm_moe_dsa only")
+    if config.get("model_type") != MODEL_TYPE:
+        raise SourceError(
+            f"config.json has model_type {config.get('model_type')!r} (architectures {config.get('architectures')}); "
+            f"keys35 supports {MODEL_TYPE} (GlmMoeDsaForCausalLM: GLM-5.2, GLM-5.3 and their kin) only"
+        )
     for key, allowed in _SUPPORTED.items():
         if config.get(key) not in allowed:
             raise SourceError(f"config.json has {key} = {config[key]!r}; only {allowed[-1]!r} is implemented")

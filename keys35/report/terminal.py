@@ -50,6 +50,9 @@ def show_plan(console: Console, plan: Plan) -> None:
                      f"{plan.weights_per_second / 1e6:,.2f} Mweights/s in the trellis search alone, measured just now: "
                      f"{human_seconds(plan.encode_seconds)}"),
     ]
+    lines.append(("profiles", "; ".join(
+        f"{cost.name} {cost.output_bytes / 1e9:,.3f} GB at {float(cost.mean_bits):.4g} bits"
+        f"{' (this recipe)' if cost.name == plan.profile else ''}" for cost in plan.profiles)))
     if plan.dropped:
         lines.append(("left out", f"{len(plan.dropped)} unused indexer tensors of layers that share a selection"))
     for name, text in lines:

@@ -1,12 +1,22 @@
 """Allocate: one width per routed expert under the exact budget, with the baselines beside it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 
-from keys35.allocation import bit_counts, mean_width, neighbours, per_layer, random_mix, whole_model
+from keys35.allocation import (
+    bit_counts,
+    mean_width,
+    neighbours,
+    one_width_per_layer,
+    per_layer,
+    random_layers,
+    random_mix,
+    whole_model,
+)
 from keys35.errors import ResumeError
 from keys35.files.atomic import read_json, write_json
 from keys35.stages.job import Job
@@ -67,8 +77,7 @@ def allocate(job: Job) -> dict[str, object]:
     measured = read_measured(job)
     experts = job.recipe.experts
     costs = measured.costs()
-    solve = whole_model if experts.scope == "model" else per_layer
-    chosen = solve(costs, experts.widths, experts.budget)
+    chosen = _solver(job)(costs, experts.widths, experts.budget)
     sets = {"allocation": chosen} | _baselines(job, measured)
     result = {
         "layers": list(measured.layers),
@@ -84,31 +93,36 @@ def allocate(job: Job) -> dict[str, object]:
     return result
 
 
+def _solver(job: Job) -> Callable[[list[np.ndarray], Sequence[int], Fraction], list[np.ndarray]]:
+    if job.recipe.output.profile == "uniform-layer":
+        return one_width_per_layer
+    return whole_model if job.recipe.experts.scope == "model" else per_layer
+
+
 def _baselines(job: Job, measured: Measured) -> dict[str, list[np.ndarray]]:
-    """Random mixes, the same count in every layer, errors without layer weights: same bytes; and uniform widths."""
+    """Random mixes, the same count in every layer, errors without layer weights: same bytes; and uniform widths.
+
+    Where every layer has one width, mixes shuffle whole layers, and `per-expert` shows what that limit costs.
+    """
     budget, widths = job.recipe.experts.budget, measured.widths
     sizes = [len(layer) for layer in measured.error]
     low, high = neighbours(budget)
+    uniform = job.recipe.output.profile == "uniform-layer"
     sets: dict[str, list[np.ndarray]] = {}
     if {low, high} <= set(widths):
-        columns = [widths.index(low), widths.index(high)]
         for seed in range(job.recipe.panel.random_mixes):
-            sets[f"random-{seed}"] = random_mix(sizes, budget, seed)
-        for name, make in _optional_baselines(measured, columns, (low, high)).items():
-            if name != "equal-per-layer" or (budget * sizes[0]).denominator == 1:
-                sets[name] = make(budget)
+            sets[f"random-{seed}"] = random_layers(sizes, budget, seed) if uniform else random_mix(sizes, budget, seed)
+        if not uniform and (budget * sizes[0]).denominator == 1:
+            columns = [widths.index(low), widths.index(high)]
+            errors = [layer[:, columns] for layer in measured.plain_errors()]
+            sets["equal-per-layer"] = per_layer(errors, (low, high), budget)
+    if uniform:
+        sets["per-expert"] = whole_model(measured.costs(), widths, budget)
+    sets["error-only"] = (one_width_per_layer if uniform else whole_model)(measured.plain_errors(), widths, budget)
     for width in widths:
         if width in (low, high):
             sets[f"uniform-{width}"] = [np.full(size, width, dtype=np.int64) for size in sizes]
     return sets
-
-
-def _optional_baselines(measured: Measured, columns: list[int], pair: tuple[int, int]) -> dict[str, Callable]:
-    errors = [layer[:, columns] for layer in measured.plain_errors()]
-    return {
-        "equal-per-layer": lambda budget: per_layer(errors, pair, budget),
-        "error-only": lambda budget: whole_model(measured.plain_errors(), measured.widths, budget),
-    }
 
 
 def _describe(chosen: list[np.ndarray], costs: list[np.ndarray], widths: tuple[int, ...]) -> dict[str, object]:

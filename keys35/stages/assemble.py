@@ -17,6 +17,7 @@ from keys35.progress import Progress
 from keys35.stages.allocate import load_allocation
 from keys35.stages.job import Job
 from keys35.stages.pieces import Pieces
+from keys35.stages.profile import one_width_keys
 from keys35.stages.sizes import class_sizes
 
 REPORT = "KEYS35_ASSEMBLY_REPORT.json"
@@ -117,7 +118,8 @@ def _write_configs(job: Job, pieces: Pieces, out: Path, receipts: list[ShardRece
         "bits": mean,
         "head_bits": HEAD_BITS,
         "codebook": "mul1",
-        "dense_bits": recipe.dense.bits,
+        "profile": recipe.output.profile,
+        "dense_bits": recipe.dense_bits,
         "mtp_bits": recipe.mtp.bits,
         "calibration": {"rows": recipe.calibration.fit_windows, "cols": recipe.calibration.window},
     }
@@ -125,6 +127,8 @@ def _write_configs(job: Job, pieces: Pieces, out: Path, receipts: list[ShardRece
     if "quantization_config" in config:
         quantization["original_quantization_config"] = config["quantization_config"]
     quantization["expert_bits"] = _expert_bits(job, pieces)
+    if recipe.output.profile == "uniform-layer":
+        quantization |= one_width_keys(job.rules.values(), quantization["expert_bits"], recipe.dense_bits)
     write_json(out / "config.json", {**config, "tie_word_embeddings": False, "quantization_config": quantization})
     storage = _tensor_storage(pieces, out, receipts)
     write_json(out / "quantization_config.json", {**quantization, "tensor_storage": storage})
@@ -187,7 +191,7 @@ def _report(
         "widths_by_layer": histogram,
         "widths_total": dict(sorted(sum((Counter(h) for h in histogram.values()), Counter()).items())),
         "mtp_bits": job.recipe.mtp.bits,
-        "dense_bits": job.recipe.dense.bits,
+        "dense_bits": job.recipe.dense_bits,
         "proxy_errors": [
             {"role": role.value, "bits": bits, "linears": len(v), "mean": sum(v) / len(v), "max": max(v)}
             for (role, bits), v in sorted(errors.items())

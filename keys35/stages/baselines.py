@@ -22,7 +22,7 @@ from keys35.stages.validate import held_out_panel
 
 
 class MixStore(WeightStore):
-    """The model with dense linears and MTP experts at their final width and routed experts at any given widths."""
+    """The model with dense linears and MTP experts as they end up and routed experts at any given widths."""
 
     def __init__(self, job: Job, widths: Mapping[int, list[int]]):
         super().__init__(job.source, job.config)
@@ -37,13 +37,13 @@ class MixStore(WeightStore):
         return Candidates(self._job, layer).overlay(dense, self._widths[layer])
 
     def _dense(self, layer: int) -> dict[str, Tensor]:
-        stored = load_tensors(dense_file(self._job, layer))
+        rules = [rule for rule in self._job.rules.values() if rule.layer == layer and rule.role is Role.DENSE]
+        stored = load_tensors(dense_file(self._job, layer)) if rules else {}
         matrices = {}
-        for rule in self.rules.values():
-            if rule.layer == layer and rule.role is Role.DENSE:
-                parts = (stored[f"{rule.module}.{part}"] for part in ("trellis", "suh", "svh"))
-                matrix = decode_weight(*parts)[: rule.in_features, : rule.out_features]
-                matrices[rule.module.split(".", 3)[3]] = matrix
+        for rule in rules:
+            parts = (stored[f"{rule.module}.{part}"] for part in ("trellis", "suh", "svh"))
+            matrix = decode_weight(*parts)[: rule.in_features, : rule.out_features]
+            matrices[rule.module.split(".", 3)[3]] = matrix
         return matrices
 
 

@@ -1,7 +1,7 @@
 """Check: hold a finished checkpoint against everything the engines that read it insist on.
 
 Works from headers, the JSON files and the small tensors (markers and scales); with a reference it also proves
-that carried tensors and side files are the source's.
+that carried tensors and side files are the source's, with `deep` and `sample` it decodes weights.
 """
 
 from collections.abc import Iterator
@@ -28,17 +28,23 @@ from keys35.stages.check_config import (
     check_source_names,
     width_histogram,
 )
+from keys35.stages.check_decoded import check_decoded, check_sample
+from keys35.stages.check_engines import check_engines
 from keys35.stages.check_files import check_folder, check_shards, read_index, read_shards
 from keys35.stages.check_tensors import check_carried, check_headers, check_names, check_values, check_widths
 from keys35.stages.contract import RULES, Checkpoint, Finding, broken
+from keys35.stages.engines import Engine
+from keys35.stages.profile import profile_rules
 
-__all__ = ["RULES", "CheckReport", "Finding", "check"]
+__all__ = ["RULES", "CheckReport", "Engine", "Finding", "check"]
 
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
     """What `check` found, and the facts it recomputed from shapes.
 
+    `findings` are refusals of what was asked for, `notes` concern others: an engine's own wishes when the contract
+    was asked for, all other rules when one engine was.
     `widths` counts routed experts by bits per weight; `routed_mean` is their exact mean, None if unknown.
     `counts`: shards, tensors, encoded and carried tensors, tensor bytes, rules checked.
     """
@@ -47,6 +53,7 @@ class CheckReport:
     counts: dict[str, int]
     widths: dict[int, int]
     routed_mean: Fraction | None
+    notes: tuple[Finding, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -54,30 +61,41 @@ class CheckReport:
 
     @property
     def engines(self) -> tuple[str, ...]:
-        """Everyone who would refuse or misread the checkpoint."""
+        """Everyone whom the findings concern."""
         return tuple(sorted({engine for finding in self.findings for engine in finding.engines}))
 
 
 def check(
-    out: Path, reference: Path | None = None, deep: bool = False, expected: Recipe | None = None
+    out: Path,
+    reference: Path | None = None,
+    deep: bool = False,
+    expected: Recipe | None = None,
+    engine: Engine = Engine.ALL,
+    sample: int = 0,
 ) -> CheckReport:
-    """Check the checkpoint in `out`; breaks of the contract become findings, one per rule, never exceptions.
+    """Check the checkpoint in `out`; broken rules become findings, one per rule, never exceptions.
 
-    `reference` is the source it was made from, `expected` the recipe, `deep` also hashes every shard. Raises
-    SourceError if `out` is no folder or the reference cannot be opened.
+    `reference` is the source it was made from, `expected` the recipe. `deep` hashes every shard and decodes every
+    weight, `sample` compares that many decoded linears with the reference. `engine` says whose refusals count: the
+    contract's by default. Raises SourceError if `out` is no folder, or the reference cannot be opened or is needed.
     """
     out = Path(out)
     if not out.is_dir():
         raise SourceError(f"{out}: is not a folder; give a finished checkpoint")
+    if sample and reference is None:
+        raise SourceError(f"comparing {sample} linears of {out} needs their source: give --reference")
     source = None if reference is None else ShardedSource.open(reference)
-    point, findings = _open(out, source, expected, deep)
-    findings += chain.from_iterable(_all_rules(point)) if point.glm else ()
-    return CheckReport(tuple(findings), _counts(point), dict(sorted(width_histogram(point).items())),
-                       point.mean(rule.name for rule in point.rules.values() if rule.role is Role.EXPERT))
+    point, found = _open(out, source, expected)
+    point.deep, point.sample = deep, sample
+    found += chain.from_iterable(_all_rules(point)) if point.glm else ()
+    findings = tuple(finding for finding in found if finding.counts_for(engine))
+    notes = tuple(finding for finding in found if not finding.counts_for(engine))
+    mean = point.mean(rule.name for rule in point.rules.values() if rule.role is Role.EXPERT)
+    return CheckReport(findings, _counts(point), dict(sorted(width_histogram(point).items())), mean, notes)
 
 
 def _open(
-    out: Path, reference: ShardedSource | None, recipe: Recipe | None, deep: bool
+    out: Path, reference: ShardedSource | None, recipe: Recipe | None
 ) -> tuple[Checkpoint, list[Finding]]:
     """Read what can be read; every part that cannot gets its finding."""
     findings = list(check_folder(out))
@@ -96,8 +114,8 @@ def _open(
         except Keys35Error as error:
             findings += broken("config-file", [("config.json", f"is refused: {error}")])
     stored = ShardedSource(out, config, tuple(shards))
-    rules = census(glm) if glm else {}
-    point = Checkpoint(out, stored, rules, glm, quantization, report, weight_map, reference, recipe, deep)
+    rules = profile_rules(census(glm), quantization.get("profile", "per-expert")) if glm else {}
+    point = Checkpoint(out, stored, rules, glm, quantization, report, weight_map, reference, recipe)
     return point, findings
 
 
@@ -127,6 +145,9 @@ def _all_rules(point: Checkpoint) -> Iterator[Iterator[Finding]]:
     yield check_source_names(point)
     yield check_side_files(point)
     yield check_carried(point)
+    yield check_engines(point)
+    yield check_decoded(point)
+    yield check_sample(point)
 
 
 def _counts(point: Checkpoint) -> dict[str, int]:

@@ -204,7 +204,8 @@ def check_recipe(point: Checkpoint) -> Iterator[Finding]:
     odd = sorted(set(width_histogram(point)) - set(recipe.experts.widths))
     mean = point.mean(_routed(point))
     facts = {"expert widths outside the recipe": (odd, []), "mean bits": (mean, recipe.experts.budget),
-             "dense_bits": (point.quantization.get("dense_bits"), recipe.dense.bits),
+             "profile": (point.profile, recipe.output.profile),
+             "dense_bits": (point.quantization.get("dense_bits"), recipe.dense_bits),
              "mtp_bits": (point.quantization.get("mtp_bits"), recipe.mtp.bits),
              "shards": (len(set(point.weight_map.values())), recipe.output.shards)}
     wrong = {key: pair for key, pair in facts.items() if pair[0] != pair[1]}

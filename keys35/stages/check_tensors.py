@@ -9,6 +9,7 @@ from keys35.exl3.codebook import MARKERS
 from keys35.files.headers import TensorEntry
 from keys35.files.source import ShardedSource
 from keys35.glm.names import BLOCK, Role, Split, TensorRule, exl3_parts, split_axis
+from keys35.recipe import PLAIN_BITS
 from keys35.stages.contract import TP, Checkpoint, Finding, broken
 
 PIECE_BYTES = 64 << 20
@@ -96,8 +97,10 @@ def _carried_faults(point: Checkpoint, rule: TensorRule) -> Iterator[tuple[str, 
         yield "carried-dtype", rule.name, f"is {entry.dtype}, not {' or '.join(legal)}"
     if entry.shape != rule.shape:
         yield "carried-shape", rule.name, f"is {list(entry.shape)}, not {list(rule.shape)}"
-    elif rule.split is Split.ROW and entry.shape[0] % TP:
-        yield "tp-cut", rule.name, f"has {entry.shape[0]} rows"
+        return
+    axis = split_axis(rule)
+    if axis is not None and entry.shape[axis] % (TP if rule.split is Split.ROW else TP * BLOCK):
+        yield "tp-cut", rule.name, f"has {entry.shape[axis]} {'rows' if axis == 0 else 'columns'}"
 
 
 def check_widths(point: Checkpoint) -> Iterator[Finding]:
@@ -115,7 +118,9 @@ def check_widths(point: Checkpoint) -> Iterator[Finding]:
         declared = point.quantization.get(key)
         odd = [name for name, bits in point.widths.items()
                if point.rules[name].role is role and bits != declared]
-        cases = ((name, f"has {point.widths[name]}, declared is {declared!r}") for name in odd)
+        cases = [(name, f"has {point.widths[name]}, declared is {declared!r}") for name in odd]
+        if role is Role.DENSE and point.profile == "bf16-rest" and declared != PLAIN_BITS:
+            cases.append((key, f"is {declared!r}, not {PLAIN_BITS}: these linears stay BF16"))
         yield from broken(broken_rule, cases)
 
 

@@ -14,20 +14,34 @@ from keys35.files.source import ShardedSource
 from keys35.glm.config import GlmConfig
 from keys35.glm.names import TensorRule
 from keys35.recipe import Recipe
+from keys35.stages.engines import (
+    B12X,
+    EXLLAMA,
+    HUB,
+    NAMES,
+    PROOF,
+    SAFETENSORS,
+    TENSORFOLD,
+    TRANSFORMERS,
+    VLLM,
+    Engine,
+)
 
 TP = 4  # the published serving engine cuts a model into four ranks
 SHOWN = 4
 
-TENSORFOLD, EXLLAMA, VLLM, B12X = "TensorFold", "exllamav3", "vllm-exl3", "b12x"
-TRANSFORMERS, SAFETENSORS, HUB, PROOF = "transformers", "safetensors", "Hugging Face Hub", "proof of origin"
-
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What must hold, and who refuses or goes wrong when it does not."""
+    """What must hold, and who refuses or goes wrong when it does not.
+
+    `contract` rules hold for every keys35 checkpoint. The others are one engine's own wishes, which a profile may
+    leave unmet: they count when that engine is asked for by name, and are notes otherwise.
+    """
 
     says: str
     engines: tuple[str, ...]
+    contract: bool = True
 
 
 RULES: dict[str, Rule] = {
@@ -67,8 +81,13 @@ RULES: dict[str, Rule] = {
     "expert-width": Rule("the three projections of an expert share one width", (TENSORFOLD,)),
     "mtp-width": Rule("MTP experts have the declared width", (PROOF,)),
     "dense-width": Rule("dense linears have the declared width", (PROOF,)),
+    "profile": Rule("profile is known, and the layers have the widths it promises", (PROOF,)),
     "expert-bits": Rule("expert_bits agrees with the trellis shapes", (PROOF,)),
-    "recipe": Rule("widths, mean and number of shards are the recipe's", (PROOF,)),
+    "recipe": Rule("profile, widths, mean and number of shards are the recipe's", (PROOF,)),
+    # Values, decoded (only with --deep and --sample)
+    "value-finite": Rule("every value is finite", (TENSORFOLD, EXLLAMA, VLLM)),
+    "value-scale": Rule("decoded weights have a root mean square from 1e-5 to 10", (PROOF,)),
+    "value-source": Rule("decoded weights are the source's, within the error of their width", (PROOF,)),
     # Configuration
     "config-file": Rule("config.json describes a supported model", (TENSORFOLD, EXLLAMA, VLLM)),
     "config-engine": Rule("config.json has what engines read without a default", (TENSORFOLD, EXLLAMA)),
@@ -90,6 +109,11 @@ RULES: dict[str, Rule] = {
     "report-widths": Rule("the report's mean and widths are those of the shapes", (PROOF,)),
     "report-shards": Rule("the report's shards, sizes and hashes are those on disk", (PROOF,)),
     "report-names": Rule("the report's carried and dropped tensors are the model's", (PROOF,)),
+    # Wishes of single engines, outside the contract
+    "layer-width": Rule("experts of a layer share one width, which fused kernels need", (EXLLAMA, VLLM), False),
+    "layer-bits": Rule("layer_bits declares the width of every layer with experts", (VLLM,), False),
+    "dense-declared": Rule("non_routed_exl3 declares the encoded dense linears", (VLLM,), False),
+    "dense-encoded": Rule("dense linears are encoded", (TENSORFOLD,), False),
 }
 
 
@@ -106,8 +130,22 @@ class Finding:
         """Who refuses or misreads the checkpoint because of it."""
         return RULES[self.rule].engines
 
+    def counts_for(self, engine: Engine) -> bool:
+        """Whether it is a refusal when `engine` is asked for; a note otherwise."""
+        return RULES[self.rule].contract if engine is Engine.ALL else NAMES[engine] in self.engines
+
+    @property
+    def brief(self) -> str:
+        """The rule and whom it concerns, without names."""
+        return f"{self.rule}: {RULES[self.rule].says} ({self._whom})"
+
+    @property
+    def _whom(self) -> str:
+        refusing = ", ".join(engine for engine in self.engines if engine != PROOF)
+        return f"refused or misread by {refusing}" if refusing else PROOF
+
     def __str__(self) -> str:
-        return f"{self.rule}: {self.message} (matters to {', '.join(self.engines)})"
+        return f"{self.rule}: {self.message} ({self._whom})"
 
 
 def broken(rule: str, cases: Iterable[tuple[str, str]]) -> Iterator[Finding]:
@@ -133,13 +171,19 @@ class Checkpoint:
     weight_map: dict[str, str]
     reference: ShardedSource | None
     recipe: Recipe | None
-    deep: bool
+    deep: bool = False
+    sample: int = 0
     widths: dict[str, int] = field(default_factory=dict)
     """Bits per weight by source tensor name, from the trellis shapes."""
 
     @property
     def config(self) -> dict[str, Any]:
         return self.stored.config
+
+    @property
+    def profile(self) -> str:
+        """The declared profile; checkpoints from before there were any have a width per expert."""
+        return self.quantization.get("profile", "per-expert")
 
     def experts(self, layer: int) -> dict[int, int]:
         """Width by expert of a layer, for experts whose width is known."""

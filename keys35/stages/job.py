@@ -12,9 +12,10 @@ from keys35.exl3.encode import EncodeOptions
 from keys35.files.atomic import read_json, write_json
 from keys35.files.ledger import Workdir
 from keys35.files.source import ShardedSource
-from keys35.glm.config import GlmConfig
+from keys35.glm.config import GlmConfig, refuse_other_architectures
 from keys35.glm.names import TensorRule, census, match_source
 from keys35.recipe import Recipe
+from keys35.stages.profile import profile_rules
 
 WHEREABOUTS = "whereabouts.json"
 
@@ -50,6 +51,7 @@ class Job:
 
 def read_source(source: Path, recipe: Recipe) -> tuple[ShardedSource, GlmConfig, tuple[str, ...]]:
     """Open a source from headers alone and match it with its config; raises SourceError."""
+    refuse_other_architectures(source)
     opened = ShardedSource.open(source)
     config = GlmConfig.from_dict(opened.config, mtp_hidden=recipe.mtp.hidden)
     found = {name: (t.entry.dtype, t.entry.shape) for name, t in opened.tensors.items()}
@@ -65,7 +67,8 @@ def open_job(source: Path, recipe: Recipe, root: Path) -> Iterator[Job]:
     with work.lock():
         whereabouts = {"source": str(Path(source).resolve()), "recipe": recipe.model_dump(mode="json")}
         write_json(work.path(WHEREABOUTS), whereabouts)
-        yield Job(opened, config, census(config), dropped, recipe, text, work)
+        rules = profile_rules(census(config), recipe.output.profile)
+        yield Job(opened, config, rules, dropped, recipe, text, work)
 
 
 @contextmanager

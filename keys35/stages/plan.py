@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from keys35.allocation import require_exact
 from keys35.errors import PlanError
 from keys35.exl3.viterbi import get_backend
 from keys35.files.source import ShardedSource
@@ -14,6 +15,7 @@ from keys35.glm.config import GlmConfig
 from keys35.glm.names import BLOCK, Role, TensorRule, census, check_tp, shard_of, unit_count
 from keys35.recipe import Recipe
 from keys35.stages.job import read_source
+from keys35.stages.profile import ProfileCost, mixed_units, profile_costs, profile_rules
 from keys35.stages.sizes import ClassSize, class_sizes, exl3_bytes
 
 FLOAT = 4
@@ -29,6 +31,8 @@ class Plan:
     tensors: int
     dropped: tuple[str, ...]
     classes: tuple[ClassSize, ...]
+    profile: str
+    profiles: tuple[ProfileCost, ...]
     shards: int
     shard_bytes: tuple[int, ...]
     tp: int
@@ -63,7 +67,8 @@ def plan(source: Path, recipe: Recipe, work: Path | None = None, tp: int = 4) ->
     Raises SourceError (files, index, names, shapes), PlanError (cuts, shards) and BudgetError early.
     """
     opened, config, dropped = read_source(source, recipe)
-    rules = list(census(config).values())
+    table = census(config)
+    rules = list(profile_rules(table, recipe.output.profile).values())
     _check_shapes(rules, config, recipe, tp)
     nbytes = {name: t.entry.nbytes for name, t in opened.tensors.items()}
     shard_bytes = [0.0] * recipe.output.shards
@@ -77,6 +82,8 @@ def plan(source: Path, recipe: Recipe, work: Path | None = None, tp: int = 4) ->
         tensors=len(opened.tensors),
         dropped=dropped,
         classes=tuple(class_sizes(rules, recipe, nbytes, tp)),
+        profile=recipe.output.profile,
+        profiles=profile_costs(table, config, recipe, nbytes, tp),
         shards=recipe.output.shards,
         shard_bytes=tuple(round(b) for b in shard_bytes),
         tp=tp,
@@ -97,13 +104,7 @@ def _check_shapes(rules: list[TensorRule], config: GlmConfig, recipe: Recipe, tp
             f"{recipe.output.shards} shards asked, this model has {unit_count(config)} units "
             "(embedding, one per layer, norm with head): lower output.shards"
         )
-    total = recipe.experts.budget * config.n_routed_experts
-    scopes = len(config.moe_layers) if recipe.experts.scope == "model" else 1
-    if (total * scopes).denominator != 1:
-        raise PlanError(
-            f"a mean of {recipe.experts.bits} bits over {config.n_routed_experts * scopes} experts "
-            f"({recipe.experts.scope} scope) is no whole number of bits: choose another mean"
-        )
+    require_exact(recipe.experts.budget, *mixed_units(config, recipe))
     check_tp(config, tp)
     experts = (r for r in rules if r.role in (Role.EXPERT, Role.MTP_EXPERT))
     odd = [r.name for r in experts if r.shape[0] % BLOCK or r.shape[1] % BLOCK]
@@ -125,7 +126,8 @@ def _work_bytes(rules: list[TensorRule], config: GlmConfig, recipe: Recipe) -> i
     stored = sum(exl3_bytes(r, sum(recipe.experts.widths)) for r in rules if r.role is Role.EXPERT)
     stored += sum(exl3_bytes(r, recipe.mtp.bits) for r in rules if r.role is Role.MTP_EXPERT)
     stored += sum(exl3_bytes(r, recipe.dense.bits) for r in rules if r.role is Role.DENSE)
-    inputs = {(r.layer, r.in_features, r.module.rsplit(".", 1)[0]) for r in rules if r.role is Role.DENSE}
+    dense = [r for r in rules if r.projection and r.expert is None]  # captured whether or not they are encoded
+    inputs = {(r.layer, r.in_features, r.module.rsplit(".", 1)[0]) for r in dense}
     hessians = FLOAT * sum(width * width for _, width, _ in inputs)
     return int(stored) + hessians + 2 * _state_bytes(config, recipe) + 2 * _rows_bytes(config, recipe)
 

@@ -24,7 +24,9 @@ def quantize(job: Job, progress: Progress) -> None:
     windows = calibration_windows(job)
     store = WeightStore(job.source, job.config)
     rows = lru_cache(maxsize=1)(lambda layer: layer_rows(job, store, layer, windows))
-    steps = [(layer, unit) for layer in job.config.layers for unit in [None, *_expert_units(job, layer)]]
+    dense = {rule.layer for rule in job.rules.values() if rule.role is Role.DENSE}
+    steps = [(layer, unit) for layer in job.config.layers
+             for unit in [*([None] if layer in dense else []), *_expert_units(job, layer)]]
     for step in progress.walk("quantize", steps, _note):
         layer, unit = step.unit
         if unit is None:

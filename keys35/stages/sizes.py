@@ -64,6 +64,8 @@ def class_sizes(rules: Iterable[TensorRule], recipe: Recipe, nbytes: dict[str, i
 
 
 def _label(rule: TensorRule) -> str:
+    if rule.role is Role.CARRIED and rule.projection:
+        return "dense BF16 linears"
     return {
         Role.EXPERT: "routed experts",
         Role.MTP_EXPERT: "MTP experts",

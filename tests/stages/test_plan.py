@@ -8,7 +8,7 @@ import pytest
 from small import small_recipe
 
 from keys35.bench.standin import write_stand_in
-from keys35.errors import PlanError, RecipeError, SourceError
+from keys35.errors import BudgetError, PlanError, RecipeError, SourceError
 from keys35.files.source import ShardedSource
 from keys35.recipe import load_recipe
 from keys35.stages.job import open_job
@@ -60,7 +60,7 @@ def test_glm_5_3_at_2_75_bits(tmp_path):
     ],
 )
 def test_refusals(source, changes, message):
-    with pytest.raises(PlanError, match=message):
+    with pytest.raises((PlanError, BudgetError), match=message):
         plan(source, small_recipe(**changes))
 
 
