@@ -6,9 +6,12 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from keys35 import __version__
 from keys35.errors import ContractError, Keys35Error
+from keys35.glm.config import refuse_other_architectures
+from keys35.stages.engines import Engine
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -16,7 +19,15 @@ app = typer.Typer(
     help="Turn a very large mixture-of-experts checkpoint into a small EXL3 one, and prove what it lost.",
 )
 console = Console()
-Source = Annotated[Path, typer.Argument(help="directory of the BF16 checkpoint")]
+
+
+def _supported(source: Path) -> Path:
+    """Refuse an unsupported architecture before anything heavy is imported."""
+    refuse_other_architectures(source)
+    return source
+
+
+Source = Annotated[Path, typer.Argument(help="directory of the BF16 checkpoint", callback=_supported)]
 RecipeName = Annotated[str, typer.Option("--recipe", help="TOML file, or the name of a shipped recipe")]
 Work = Annotated[Path, typer.Option("--work", help="work directory; the same command again resumes in it")]
 Out = Annotated[Path, typer.Option("--out", help="directory of the finished checkpoint")]
@@ -107,20 +118,24 @@ def assemble(work: Work, out: Out) -> None:
 def check(
     out: Annotated[Path, typer.Argument(help="finished checkpoint")],
     reference: Annotated[Path | None, typer.Option(help="its BF16 source: compares carried bytes")] = None,
-    deep: Annotated[bool, typer.Option(help="also verify every shard's SHA-256")] = False,
+    deep: Annotated[bool, typer.Option("--deep", help="also decode every weight and verify every SHA-256")] = False,
+    sample: Annotated[int, typer.Option(min=0, help="decode so many linears and compare them with --reference")] = 0,
+    engine: Annotated[Engine, typer.Option(help="whose refusals count; all: the contract they share")] = Engine.ALL,
 ) -> None:
-    """Hold a checkpoint against the contract of the serving engines.
+    """Hold a checkpoint against the contract of the serving engines, or against one of them.
 
-    Example: keys35 check OUT --reference SRC
+    Example: keys35 check OUT --reference SRC --engine tensorfold
     """
     from keys35.stages.check import check as run_check
 
-    report = run_check(out, reference=reference, deep=deep)
+    report = run_check(out, reference=reference, deep=deep, engine=engine, sample=sample)
     for finding in report.findings:
-        console.print(f"[red]broken[/red] {finding}", highlight=False)
+        console.print(f"[red]refused[/red] {escape(str(finding))}", highlight=False, soft_wrap=True)
+    for note in report.notes:
+        console.print(f"[dim]note[/dim]    not met: {escape(note.brief)}", highlight=False, soft_wrap=True)
     if report.findings:
-        raise ContractError(f"{out} breaks {len(report.findings)} rule(s); see above")
-    console.print(f"[green]passed[/green] {out}: routed mean {report.routed_mean} bits")
+        raise ContractError(f"{out} breaks {len(report.findings)} rule(s) of {engine.asked}; see above")
+    console.print(f"[green]passed[/green] {out}: {engine.asked}; routed mean {report.routed_mean} bits")
 
 
 @app.command()
