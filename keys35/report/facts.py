@@ -1,0 +1,153 @@
+"""Everything the page and the card show, read from report files; they format it and compute nothing else."""
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from keys35.errors import ContractError
+from keys35.files.atomic import read_json
+from keys35.files.ledger import Workdir
+from keys35.report.measured import MAKING, MEASUREMENTS, finished_checkpoint, making, measurements
+
+REPORT, QUALITY, QUANT = "KEYS35_ASSEMBLY_REPORT.json", "KEYS35_QUALITY.json", "quantization_config.json"
+REDO = "give a work directory or a finished checkpoint; if it is one, assemble it again"
+RANDOM = "random-"
+
+ROUTED, MTP, OTHER = "routed experts", "MTP experts", "norms and the rest"
+CLASSES = (
+    (re.compile(r"\.mlp\.experts\."), ROUTED),
+    (re.compile(r"norm"), OTHER),
+    (re.compile(r"\.self_attn\.indexer\."), "indexer"),
+    (re.compile(r"\.self_attn\.kv_b_proj"), "attention kv_b"),
+    (re.compile(r"\.self_attn\."), "attention"),
+    (re.compile(r"\.mlp\.shared_experts\."), "shared experts"),
+    (re.compile(r"\.mlp\.gate\b"), "router"),
+    (re.compile(r"\.mlp\."), "dense MLP"),
+    (re.compile(r"embed_tokens|lm_head"), "embedding and head"),
+)
+
+
+@dataclass(frozen=True)
+class ClassBytes:
+    """Stored bytes of one class of tensors; `bits` is the exact mean over its trellises, None if carried."""
+
+    name: str
+    tensors: int
+    nbytes: int
+    bits: Fraction | None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The report files as found; None or empty is what a checkpoint or work directory does not have (yet)."""
+
+    name: str
+    report: dict[str, Any] | None = None
+    quality: dict[str, Any] | None = None
+    measured: dict[str, Any] | None = None
+    making: dict[str, Any] | None = None
+    classes: tuple[ClassBytes, ...] = ()
+    widths: dict[int, list[int]] = field(default_factory=dict)
+    """Layer -> bits per routed expert, without MTP layers."""
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(row.nbytes for row in self.classes)
+
+    @property
+    def counts(self) -> dict[int, int]:
+        """Routed experts per width."""
+        return dict(sorted(Counter(bits for row in self.widths.values() for bits in row).items()))
+
+    @property
+    def routed_mean(self) -> Fraction | None:
+        """Exact mean width of the routed experts, from the trellis shapes where there is a checkpoint."""
+        for row in self.classes:
+            if row.name == ROUTED:
+                return row.bits
+        bits = [b for row in self.widths.values() for b in row]
+        return Fraction(sum(bits), len(bits)) if bits else None
+
+    @property
+    def mixed(self) -> bool:
+        """Whether experts of one layer differ in width."""
+        return any(len(set(row)) > 1 for row in self.widths.values())
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes of the source's shards, 0 if unknown; a fingerprint begins "<bytes> bytes, ..."."""
+        prints = (self.report or {}).get("source_fingerprint", {}).values()
+        return sum(int(text.split(" ")[0]) for text in prints if " bytes" in text)
+
+    @property
+    def baselines(self) -> dict[str, dict[str, Any]]:
+        """Metrics per set of widths, only those judged on the panel of the quality report."""
+        scored = (self.measured or {}).get("baselines", {})
+        panel = self.quality["panel"]["sha256"] if self.quality else None
+        return {name: entry["metrics"] for name, entry in scored.items() if entry["panel_sha256"] == panel}
+
+    @property
+    def random_kl(self) -> list[float]:
+        """KL of the random mixes, rising."""
+        return sorted(m["kl"] for name, m in self.baselines.items() if name.startswith(RANDOM))
+
+
+def facts_of_checkpoint(out: Path) -> Facts:
+    """Read a finished checkpoint's report files; raises ContractError if the two that must exist are damaged."""
+    report = read_json(out / REPORT, ContractError, REDO)
+    quantization = read_json(out / QUANT, ContractError, REDO)
+    try:
+        widths = {int(layer): row for layer, row in quantization["expert_bits"].items()
+                  if layer in report["widths_by_layer"]}
+        classes = _classes(quantization["tensor_storage"], set(widths))
+        name = report["recipe"]["name"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ContractError(f"{out}: its report or {QUANT} lacks {error}; {REDO}") from error
+    optional = [_optional(out / file) for file in (QUALITY, MEASUREMENTS, MAKING)]
+    return Facts(name, report, *optional, classes, widths)
+
+
+def facts_of_work(root: Path) -> Facts:
+    """Read a work directory, finished or not, and its checkpoint if that exists; raises ResumeError without a job."""
+    work = Workdir.open(root, None)
+    found, made = measurements(work), making(work)
+    out = finished_checkpoint(work)
+    if out is not None and (out / REPORT).is_file():
+        base = facts_of_checkpoint(out)
+        return Facts(base.name, base.report, base.quality, found, made, base.classes, base.widths)
+    widths = {int(layer): row["chosen"] for layer, row in found["layers"].items() if "chosen" in row}
+    return Facts(work.job["recipe"]["name"], measured=found, making=made, widths=widths)
+
+
+def _optional(path: Path) -> dict[str, Any] | None:
+    return read_json(path, ContractError, "delete it and run `keys35 report` again") if path.is_file() else None
+
+
+def _classes(storage: dict[str, Any], routed_layers: set[int]) -> tuple[ClassBytes, ...]:
+    """Bytes per class from the stored shapes; encoded and carried tensors of a kind are rows of their own."""
+    tensors, nbytes = Counter(), Counter()
+    bits, weights = Counter(), Counter()
+    for module, entry in storage.items():
+        key = (_class_of(module, routed_layers), "trellis" in "".join(entry["stored_tensors"]))
+        for name, tensor in entry["stored_tensors"].items():
+            tensors[key] += 1
+            nbytes[key] += tensor["n_bytes"]
+            if name.endswith(".trellis"):
+                rows, columns, words = tensor["shape"]
+                bits[key] += rows * columns * words * 16
+                weights[key] += rows * columns * 256
+    rows = [ClassBytes(name, tensors[name, encoded], nbytes[name, encoded],
+                       Fraction(bits[name, encoded], weights[name, encoded]) if encoded else None)
+            for name, encoded in tensors]
+    return tuple(sorted(rows, key=lambda row: (-row.nbytes, row.name)))
+
+
+def _class_of(module: str, routed_layers: set[int]) -> str:
+    layer = re.match(r"model\.layers\.(\d+)\.", module)
+    for pattern, name in CLASSES:
+        if pattern.search(module):
+            return MTP if name == ROUTED and layer and int(layer[1]) not in routed_layers else name
+    return OTHER

@@ -1,0 +1,147 @@
+"""What a work directory measured, as one JSON value that can travel with the checkpoint: KEYS35_MEASUREMENTS.json.
+
+Read from receipts and allocation.json alone, without the source and without the directory's lock.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from keys35.calibration.text import load_text_set
+from keys35.files.atomic import read_json
+from keys35.files.ledger import Workdir
+
+MEASUREMENTS, MAKING = "KEYS35_MEASUREMENTS.json", "KEYS35_MAKING.json"
+MEASUREMENTS_FORMAT, MAKING_FORMAT = "keys35-measurements-v1", "keys35-making-v1"
+DIGITS = 6
+NOT_IN_A_SUMMARY = ("per_window", "confidence")
+STARTED = "started"
+STEPS = {
+    "captured": "calibration passes",
+    "experts": "expert encoding and judging",
+    "sensitivity": "layer weights",
+    "allocated": "allocation",
+    "dense": "dense linears",
+    "assembled": "assembly",
+}
+
+
+def measurements(work: Workdir) -> dict[str, Any]:
+    """Rows, cost, and proxy error of every expert measured so far, the sets of widths, and the baselines' scores.
+
+    cost[e][w] is the predicted nats of final KL of expert e at candidate width w, as the allocation used it; absent
+    until the layer weights are measured. Holds no times or paths: the same job gives the same value. Raises
+    RecipeError if the calibration set that weighs the domains is gone or has changed its shares' names.
+    """
+    layers: dict[str, dict[str, Any]] = {}
+    weights = _domain_weights(work)
+    for name, data in _receipts(work, "experts/"):
+        layer = str(int(name.split("/")[1].removeprefix("layer-")))
+        _append(layers.setdefault(layer, {"widths": data["widths"]}), data, weights.get(layer))
+    allocation = _allocation(work)
+    for layer, widths in _chosen(allocation).items():
+        if str(layer) in layers:
+            layers[str(layer)]["chosen"] = widths
+    return {
+        "format": MEASUREMENTS_FORMAT,
+        "layers": {layer: layers[layer] for layer in sorted(layers, key=int)},
+        "dense": {layer: errors for layer, errors in _dense(work)},
+        "sets": {name: {key: value for key, value in entry.items() if key != "widths"}
+                 for name, entry in allocation.get("sets", {}).items()},
+        "baselines": _baselines(work, allocation),
+    }
+
+
+def _receipts(work: Workdir, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    for name in work.units():
+        if name.startswith(prefix):
+            receipt = work.receipt(name)
+            if receipt is not None:
+                yield name, receipt["data"]
+
+
+def _append(into: dict[str, Any], data: dict[str, Any], weights: Sequence[float] | None) -> None:
+    """Add one unit's experts to their layer's columns."""
+    columns: dict[str, Iterable[Any]] = {"fit_rows": data["fit_rows"], "selection_rows": data["selection_rows"]}
+    proxy = [data["proxy_error"][str(width)] for width in data["widths"]]
+    columns["proxy_error"] = [[_short(sum(expert) / len(expert)) for expert in by_width]
+                              for by_width in zip(*proxy, strict=True)]
+    if weights is not None:
+        columns["cost"] = [[_short(sum(w * e for w, e in zip(weights, error, strict=True))) for error in expert]
+                           for expert in data["error"]]
+    for name, values in columns.items():
+        into.setdefault(name, []).extend(values)
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}")
+
+
+def _domain_weights(work: Workdir) -> dict[str, list[float]]:
+    """Layer -> share times alpha per domain, empty before the layer weights are measured."""
+    receipt = work.receipt("measure/sensitivity")
+    if receipt is None:
+        return {}
+    domains = load_text_set(work.job["recipe"]["calibration"]["set"]).domains
+    total = sum(domain.share for domain in domains)
+    return {layer: [domain.share / total * a for domain, a in zip(domains, alpha, strict=True)]
+            for layer, alpha in receipt["data"]["alpha"].items()}
+
+
+def _allocation(work: Workdir) -> dict[str, Any]:
+    return read_json(work.path("allocation.json")) if work.receipt("allocate") else {}
+
+
+def _chosen(allocation: dict[str, Any], name: str = "allocation") -> dict[int, list[int]]:
+    if not allocation:
+        return {}
+    return dict(zip(allocation["layers"], allocation["sets"][name]["widths"], strict=True))
+
+
+def _dense(work: Workdir) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Per layer: how many dense linears, their mean and largest proxy error."""
+    for name, data in _receipts(work, "quantize/dense/"):
+        errors = list(data["proxy_error"].values())
+        if errors:
+            facts = {"linears": len(errors), "mean": _short(sum(errors) / len(errors)), "max": _short(max(errors))}
+            yield str(int(name.rpartition("-")[2])), facts
+
+
+def _baselines(work: Workdir, allocation: dict[str, Any]) -> dict[str, Any]:
+    """Scores of the sets as they are allocated now, with the panel each was judged on; in the allocation's order."""
+    scored = {name.partition("/")[2]: data for name, data in _receipts(work, "baselines/")}
+    result = {}
+    for name in allocation.get("sets", {}):
+        widths = {str(layer): row for layer, row in _chosen(allocation, name).items()}
+        if name in scored and scored[name]["identity"]["widths"] == widths:
+            metrics = {k: v for k, v in scored[name]["metrics"].items() if k not in NOT_IN_A_SUMMARY}
+            result[name] = {"panel_sha256": scored[name]["identity"]["panel"], "metrics": metrics}
+    return result
+
+
+def making(work: Workdir) -> dict[str, Any]:
+    """How long each kind of work took on the wall clock (seconds) and on which machines, from the directory's log.
+
+    Time between two lines belongs to the work that the later one ends; time before a line "started" to nobody.
+    """
+    seconds: dict[str, float] = {}
+    machines: list[dict[str, Any]] = []
+    last = None
+    for event in work.events():
+        now = datetime.fromisoformat(event["time"]).timestamp()
+        if event["event"] == STARTED:
+            if "machine" in event and event["machine"] not in machines:
+                machines.append(event["machine"])
+        elif last is not None:
+            step = STEPS.get(event["event"], event["event"])
+            seconds[step] = seconds.get(step, 0.0) + now - last
+        last = now
+    rounded = {step: round(value, 1) for step, value in seconds.items()}
+    return {"format": MAKING_FORMAT, "seconds": rounded, "machines": machines}
+
+
+def finished_checkpoint(work: Workdir) -> Path | None:
+    """Where the job last assembled its checkpoint, if that is still there."""
+    places = [Path(data["out"]) for _, data in _receipts(work, "assemble/")]
+    return places[-1] if places and places[-1].is_dir() else None
