@@ -190,6 +190,28 @@ def demo(
 
 
 @app.command()
+def report(
+    path: Annotated[Path, typer.Argument(help="work directory or finished checkpoint")],
+    work: Annotated[Path | None, typer.Option("--work", help="also store its time and machines in OUT")] = None,
+    base_model: Annotated[str | None, typer.Option(help="the source's repository, OWNER/NAME, for the card")] = None,
+) -> None:
+    """Write the HTML report again, and a checkpoint's model card.
+
+    Example: keys35 report OUT --work W --base-model zai-org/GLM-5.3
+    """
+    from keys35.report.card import write_card
+    from keys35.report.html import is_work, write_making, write_report, write_work_report
+
+    if is_work(path):
+        console.print(str(write_work_report(path)), highlight=False, soft_wrap=True)
+        return
+    if work or base_model:
+        write_making(path, work, base_model)
+    for written in (write_report(path, work), write_card(path)):
+        console.print(str(written), highlight=False, soft_wrap=True)
+
+
+@app.command()
 def status(work: Work) -> None:
     """Where a work directory stands.
 

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from keys35.files.atomic import read_json, write_bytes, write_json
-from keys35.report.facts import REPORT, Facts, facts_of_checkpoint
+from keys35.report.facts import REPORT, REPOSITORY, Facts, facts_of_checkpoint
 from keys35.report.html import PAGE
 from keys35.report.measured import MEASUREMENTS
 from keys35.report.sections import describe_machine
@@ -33,7 +33,6 @@ MARK = "<!-- written by keys35 from the report files beside it; `keys35 report` 
 LICENCES = {"MIT License": "mit", "Apache License": "apache-2.0"}
 LICENCE_FILES = ("LICENSE", "LICENSE.md", "LICENSE.txt")
 FROM_SOURCE = ("license", "license_name", "license_link", "language", "pipeline_tag")
-REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def write_card(out: Path) -> Path:

@@ -15,6 +15,7 @@ from keys35.report.measured import MAKING, MEASUREMENTS, finished_checkpoint, ma
 REPORT, QUALITY, QUANT = "KEYS35_ASSEMBLY_REPORT.json", "KEYS35_QUALITY.json", "quantization_config.json"
 REDO = "give a work directory or a finished checkpoint; if it is one, assemble it again"
 RANDOM = "random-"
+REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 ROUTED, MTP, OTHER = "routed experts", "MTP experts", "norms and the rest"
 CLASSES = (
