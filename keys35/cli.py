@@ -222,6 +222,57 @@ def status(work: Work) -> None:
     show_status(console, work)
 
 
+@app.command()
+def upload(
+    out: Annotated[Path, typer.Argument(help="finished checkpoint")],
+    repo: Annotated[str, typer.Argument(help="repository on the hub, as owner/name; created if it is not there")],
+    private: Annotated[bool, typer.Option("--private", help="create it as a private one")] = False,
+    prune: Annotated[bool, typer.Option("--prune", help="delete files there that are not the checkpoint's")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only check whether it may be published")] = False,
+) -> None:
+    """Publish a checkpoint: checked first, compared afterwards, marked complete last; run it again to resume.
+
+    Example: keys35 upload OUT owner/GLM-5.3-EXL3-2.75
+    """
+    from keys35.publish.hub import Hub
+    from keys35.publish.preflight import preflight
+    from keys35.publish.upload import upload as run_upload
+    from keys35.report.terminal import human_bytes
+
+    if dry_run:
+        files = preflight(out, repo)
+        size = human_bytes(sum(file.size for file in files))
+        console.print(f"[green]passed[/green] {out}: {len(files)} files, {size} may go to {repo}", soft_wrap=True)
+        return
+    with _progress(None) as progress:
+        done = run_upload(out, Hub.connect(repo), progress, private=private, prune=prune)
+    console.print(f"[green]complete[/green] {done.repo} at {done.revision}: {done.files} files, "
+                  f"{human_bytes(done.bytes)}; sent {len(done.sent)} this time", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def fetch(
+    repo: Annotated[str, typer.Argument(help="repository on the hub, as owner/name")],
+    to: Annotated[Path, typer.Option("--to", help="directory for the checkpoint")],
+    revision: Annotated[str | None, typer.Option(help="branch, tag or commit; the default branch if left out")] = None,
+) -> None:
+    """Get a source from the hub at one pinned commit and verify every byte; run it again to resume.
+
+    Example: keys35 fetch zai-org/GLM-5.3 --to GLM-5.3-BF16
+    """
+    from keys35.publish.fetch import fetch as run_fetch
+    from keys35.publish.hub import Hub
+    from keys35.report.terminal import human_bytes
+
+    hub = Hub.connect(repo)
+    pinned = hub.resolve(revision)
+    console.print(f"{repo} at {pinned}", highlight=False, soft_wrap=True)
+    with _progress(None) as progress:
+        done = run_fetch(hub, to, progress, pinned)
+    console.print(f"[green]verified[/green] {to}: {done.files} files, {human_bytes(done.bytes)}, "
+                  f"{len(done.source.tensors)} tensors", highlight=False, soft_wrap=True)
+
+
 def _run(source: Path, recipe, work: Path, out: Path, tp: int) -> dict:
     from keys35.report.terminal import show_allocation, show_plan, show_quality
     from keys35.stages.job import open_job

@@ -56,3 +56,9 @@ class RankError(Keys35Error):
     """A rank of the tensor-parallel runtime failed or disagrees with the others."""
 
     exit_code = 10
+
+
+class PublishError(Keys35Error):
+    """Something must not be published as it is, or the hub refused, stayed away or holds other bytes."""
+
+    exit_code = 11
