@@ -170,8 +170,9 @@ def _contents(facts: Facts) -> str:
     rows = [[row.name, bits(row.bits), f"{row.tensors:,}", f"{row.nbytes:,}", share(row.nbytes / facts.total_bytes)]
             for row in facts.classes]
     rows.append(["**all**", "", f"{sum(r.tensors for r in facts.classes):,}", f"{facts.total_bytes:,}", "100%"])
-    text = f"{len(facts.report['shards'])} shards. Encoded linears are EXL3 with codebook mul1; what is carried has " \
-           "the source's bytes. `quantization_config.json` lists every expert's width and every tensor's shape."
+    text = f"{len(facts.report['shards'])} shards, profile `{facts.profile}`. Encoded linears are EXL3, codebook " \
+           "mul1; what is carried has the source's bytes. `quantization_config.json` lists every expert's width and " \
+           "every tensor's shape."
     table = markdown_table(("class", "bits per weight", "tensors", "bytes", "share"), rows)
     layers = [[layer, *(str(row.get(str(width), 0)) for width in facts.counts)]
               for layer, row in facts.report["widths_by_layer"].items()]
@@ -198,7 +199,8 @@ def engines(facts: Facts) -> list[tuple[str, bool, str]]:
         ("TensorFold (`glm_moe_dsa`)", dense, "takes widths from the trellis shapes, one per expert" if dense
          else "its main reader wants dense linears encoded; readers that take plain ones load it"),
         ("exllamav3", not facts.mixed, mixed if facts.mixed else one_width),
-        ("vllm-exl3", not facts.mixed, f"{mixed}; runs eagerly only" if facts.mixed else one_width),
+        ("vllm-exl3", facts.profile == "uniform-layer", f"{mixed}; runs eagerly only" if facts.mixed else one_width
+         if facts.profile == "uniform-layer" else "its config keys are written for the profile uniform-layer only"),
     ]
 
 

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,7 @@ class Facts:
     classes: tuple[ClassBytes, ...] = ()
     widths: dict[int, list[int]] = field(default_factory=dict)
     """Layer -> bits per routed expert, without MTP layers."""
+    profile: str = "per-expert"
 
     @property
     def total_bytes(self) -> int:
@@ -108,7 +109,7 @@ def facts_of_checkpoint(out: Path) -> Facts:
     except (KeyError, TypeError, ValueError) as error:
         raise ContractError(f"{out}: its report or {QUANT} lacks {error}; {REDO}") from error
     optional = [_optional(out / file) for file in (QUALITY, MEASUREMENTS, MAKING)]
-    return Facts(name, report, *optional, classes, widths)
+    return Facts(name, report, *optional, classes, widths, quantization.get("profile", "per-expert"))
 
 
 def facts_of_work(root: Path) -> Facts:
@@ -118,7 +119,7 @@ def facts_of_work(root: Path) -> Facts:
     out = finished_checkpoint(work)
     if out is not None and (out / REPORT).is_file():
         base = facts_of_checkpoint(out)
-        return Facts(base.name, base.report, base.quality, found, made, base.classes, base.widths)
+        return replace(base, measured=found, making=made)
     widths = {int(layer): row["chosen"] for layer, row in found["layers"].items() if "chosen" in row}
     return Facts(work.job["recipe"]["name"], measured=found, making=made, widths=widths)
 

@@ -40,7 +40,7 @@ def write_making(out: Path, work: Path | None = None, base_model: str | None = N
     """
     if base_model is not None and not REPOSITORY.fullmatch(base_model):
         raise Keys35Error(f"base model {base_model!r} is no repository; give OWNER/NAME, such as zai-org/GLM-5.3")
-    kept = (facts_of_checkpoint(out).making or {}) if (out / MAKING).is_file() else {}
+    kept = facts_of_checkpoint(out).making or {}
     made = making(Workdir.open(work, None)) if work is not None else {}
     facts = {**kept, **made} | ({"base_model": base_model} if base_model else {})
     write_json(out / MAKING, {"format": MAKING_FORMAT, "seconds": {}, "machines": []} | facts)
