@@ -71,9 +71,10 @@ def plan(source: Path, recipe: Recipe, work: Path | None = None, tp: int = 4) ->
     rules = list(profile_rules(table, recipe.output.profile).values())
     _check_shapes(rules, config, recipe, tp)
     nbytes = {name: t.entry.nbytes for name, t in opened.tensors.items()}
-    shard_bytes = [0.0] * recipe.output.shards
+    shards: list[list[TensorRule]] = [[] for _ in range(recipe.output.shards)]
     for rule in rules:
-        shard_bytes[shard_of(rule, config, recipe.output.shards)] += _output_bytes(rule, recipe, nbytes)
+        shards[shard_of(rule, config, recipe.output.shards)].append(rule)
+    shard_bytes = [sum(c.output_bytes for c in class_sizes(shard, recipe, nbytes, tp)) for shard in shards]
     backend, rate = _encoder_rate(recipe)
     where = next(p for p in [(work or Path.cwd()).resolve(), *(work or Path.cwd()).resolve().parents] if p.exists())
     return Plan(
@@ -85,7 +86,7 @@ def plan(source: Path, recipe: Recipe, work: Path | None = None, tp: int = 4) ->
         profile=recipe.output.profile,
         profiles=profile_costs(table, config, recipe, nbytes, tp),
         shards=recipe.output.shards,
-        shard_bytes=tuple(round(b) for b in shard_bytes),
+        shard_bytes=tuple(shard_bytes),
         tp=tp,
         work_bytes=_work_bytes(rules, config, recipe),
         free_bytes=shutil.disk_usage(where).free,
@@ -110,10 +111,6 @@ def _check_shapes(rules: list[TensorRule], config: GlmConfig, recipe: Recipe, tp
     odd = [r.name for r in experts if r.shape[0] % BLOCK or r.shape[1] % BLOCK]
     if odd:
         raise PlanError(f"routed experts are not multiples of {BLOCK}, engines cannot cut them: {odd[:3]}")
-
-
-def _output_bytes(rule: TensorRule, recipe: Recipe, nbytes: dict[str, int]) -> float:
-    return float(class_sizes([rule], recipe, nbytes, 1)[0].output_bytes)
 
 
 def _weights_to_encode(rules: list[TensorRule], recipe: Recipe) -> int:

@@ -14,15 +14,15 @@ from keys35.recipe import Recipe
 EXPERTS = 4
 
 
-def small_source(root: Path) -> Path:
-    """Layers 0 and 1 and the MTP layer of the demo, experts 0 to 3; its router keeps those rows."""
+def small_source(root: Path, layers: int = 2) -> Path:
+    """The first layers and the MTP layer of the demo, experts 0 to 3; its router keeps those rows."""
     demo = ShardedSource.open(MODEL)
-    config = dict(demo.config, num_hidden_layers=2, n_routed_experts=EXPERTS)
-    config["indexer_types"] = config["indexer_types"][:2]
-    config["mlp_layer_types"] = config["mlp_layer_types"][:2]
+    config = dict(demo.config, num_hidden_layers=layers, n_routed_experts=EXPERTS)
+    config["indexer_types"] = config["indexer_types"][:layers]
+    config["mlp_layer_types"] = config["mlp_layer_types"][:layers]
     tensors = {}
     for name, rule in census(GlmConfig.from_dict(config)).items():
-        value = demo.read(name.replace("layers.2.", "layers.4."))
+        value = demo.read(name.replace(f"layers.{layers}.", "layers.4."))
         tensors[name] = value[:EXPERTS].clone() if ".gate." in name else value
         assert tuple(tensors[name].shape) == rule.shape
     side = {"tokenizer.json": (MODEL / "tokenizer.json").read_bytes(), "LICENSE": b"be kind\n"}
