@@ -240,7 +240,8 @@ def upload(
     from keys35.report.terminal import human_bytes
 
     if dry_run:
-        files = preflight(out, repo)
+        with _progress(None) as progress:
+            files = preflight(out, repo, progress)
         size = human_bytes(sum(file.size for file in files))
         console.print(f"[green]passed[/green] {out}: {len(files)} files, {size} may go to {repo}", soft_wrap=True)
         return

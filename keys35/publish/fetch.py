@@ -16,7 +16,8 @@ from keys35.publish.hub import Hub
 LOG = logging.getLogger(__name__)
 WORKERS = 4
 TRIES = 2
-UNUSED = WEIGHTS - {".safetensors"}
+SHARD = ".safetensors"
+UNUSED = WEIGHTS - {SHARD}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,10 @@ def fetch(hub: Hub, to: Path, progress: Progress | None = None, revision: str | 
     to = Path(to)
     commit = hub.resolve(revision)
     LOG.info("%s: fetching commit %s", hub.repo, commit)
-    files = sorted((f for f in hub.files(commit).values() if _is_wanted(f.name)), key=attrgetter("name"))
+    # The index and the configs first: they are small, and say early if this is the wrong model.
+    files = sorted((f for f in hub.files(commit).values() if _is_wanted(f.name)),
+                   key=lambda f: (f.name.endswith(SHARD), f.name))
+    _refuse_foreign(to, {f.name for f in files})
     _clear_interrupted(to)
     here = sum((to / f.name).stat().st_size for f in files if (to / f.name).is_file())
     require_space(to, max(0, sum(f.size for f in files) - here))
@@ -59,6 +63,13 @@ def _is_wanted(name: str) -> bool:
     if not parts or ".." in parts or PurePosixPath(name).is_absolute() or "\\" in name or "\0" in name:
         raise PublishError(f"the hub lists a file {name!r}, which would lie outside the folder; do not use this source")
     return PurePosixPath(name).suffix not in UNUSED and not name.startswith(".")
+
+
+def _refuse_foreign(to: Path, names: set[str]) -> None:
+    """Another checkpoint's shards would make the folder unusable, but only after hours."""
+    foreign = sorted(path.name for path in to.glob("*" + SHARD) if path.name not in names)
+    if foreign:
+        raise PublishError(f"{to}: holds another checkpoint's shards: {', '.join(foreign[:5])}; choose an empty folder")
 
 
 def _clear_interrupted(to: Path) -> None:

@@ -1,6 +1,7 @@
 """Which files of a checkpoint are published, and their SHA-256, computed once and remembered beside it."""
 
 import hashlib
+import logging
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 from keys35.errors import Keys35Error, PublishError
 from keys35.files.atomic import PARTIAL, read_json, sha256_file, write_json
 
+LOG = logging.getLogger(__name__)
 MARKER = "KEYS35_UPLOAD_COMPLETE.json"
 LEFTOVERS = {".bak", ".incomplete", ".lock", ".log", ".orig", ".pyc", ".tmp", PARTIAL}
 READ_WHOLE = 64 << 20
@@ -112,10 +114,16 @@ class Hashes:
             known = [*before, sha256_file(path)]
             if _stamp(path) != before:
                 raise PublishError(f"{path}: changes while it is read; wait until it is finished")
-            with self._writing:
-                self._known[name] = known
-                write_json(self.path, self._known)
+            self._remember(name, known)
         return LocalFile(name, path, before[0], known[2])
+
+    def _remember(self, name: str, known: list[Any]) -> None:
+        with self._writing:
+            self._known[name] = known
+            try:
+                write_json(self.path, self._known)
+            except (OSError, Keys35Error) as error:
+                LOG.info("hashes are not kept: %s", error)  # beside it may be read-only; nothing depends on it
 
 
 def _stamp(path: Path) -> list[int]:

@@ -5,6 +5,7 @@ from pathlib import Path, PurePosixPath
 
 from keys35.errors import ContractError, PublishError
 from keys35.files.atomic import read_json
+from keys35.progress import Progress
 from keys35.publish.card import broken_links
 from keys35.publish.files import Hashes, LocalFile, published_names
 from keys35.publish.scan import scan_file
@@ -17,7 +18,7 @@ MAX_ENTRIES = 10_000
 SHOWN = 10
 
 
-def preflight(out: Path, repo: str) -> tuple[LocalFile, ...]:
+def preflight(out: Path, repo: str, progress: Progress | None = None) -> tuple[LocalFile, ...]:
     """The files to publish with sizes and SHA-256, once nothing speaks against publishing them.
 
     Raises ContractError if `check` finds anything, PublishError naming every file with a size or count over the
@@ -35,7 +36,8 @@ def preflight(out: Path, repo: str) -> tuple[LocalFile, ...]:
         problems += broken_links((out / "README.md").read_text(errors="replace"), repo, names)
     _refuse(out, problems)
     hashes = Hashes(out)
-    files = tuple(hashes.file(name) for name in names)
+    steps = (progress or Progress()).walk("hash", names)
+    files = tuple(hashes.file(step.unit) for step in steps)
     recorded = {shard["file"]: shard["sha256"] for shard in read_json(out / REPORT)["shards"]}
     _refuse(out, [f"{file.name}: SHA-256 is {file.sha256}, {REPORT} records {recorded[file.name]}"
                   for file in files if recorded.get(file.name, file.sha256) != file.sha256])

@@ -11,15 +11,16 @@ from typing import Any
 
 from keys35.files.headers import read_header
 
+# Literals come first, which lets `re` skip the tens of megabytes of an index at memory speed.
 SECRETS = {
-    "a hub token": r"\b(?:hf|api_org)_[A-Za-z0-9]{30,}",
-    "an AWS key id": r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b",
+    "a hub token": r"hf_[A-Za-z0-9]{30,}|api_org_[A-Za-z0-9]{30,}",
+    "an AWS key id": r"A(?:KIA|SIA)[A-Z0-9]{16}\b",
     "a private key": r"-----BEGIN (?:[A-Z]+ )*PRIVATE KEY",
-    "a GitHub token": r"\b(?:gh[pousr]_[A-Za-z0-9]{36,}|github_pat_[A-Za-z0-9_]{22,})",
-    "a Slack token": r"\bxox[abeoprs]-[A-Za-z0-9-]{10,}",
-    "a Google key": r"\bAIza[A-Za-z0-9_-]{35}",
-    "an API key": r"\bsk-[A-Za-z0-9_-]{32,}",
-    "a signed web token": r"\beyJ[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}",
+    "a GitHub token": r"gh[pousr]_[A-Za-z0-9]{36,}|github_pat_[A-Za-z0-9_]{22,}",
+    "a Slack token": r"xox[abeoprs]-[A-Za-z0-9-]{10,}",
+    "a Google key": r"AIza[A-Za-z0-9_-]{35}",
+    "an API key": r"sk-(?<!\wsk-)[A-Za-z0-9_-]{32,}",
+    "a signed web token": r"eyJ[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}",
     "a password in a URL": r"://[^/\s:@\"'<>]+:[^/\s:@\"'<>]+@",
     # A name that promises a credential and a value that looks like one: letters and digits, 16 or more.
     "a credential": r"(?i:secret|passw(?:or)?d|credential|(?:api|access|auth|private)[_-]?(?:key|token))[a-z_]*"
@@ -55,7 +56,7 @@ def scan_file(path: Path, name: str, local_paths: tuple[str, ...] = ()) -> list[
     found = {(text.count("\n", 0, match.start()) + 1, kind)
              for kind, pattern in patterns.items() for match in pattern.finditer(text)}
     seen = {kind for _, kind in found}
-    if path.suffix == ".json":  # escapes such as a \u0068 for an h may hide it
+    if path.suffix == ".json" and "\\" in text:  # escapes such as a \u0068 for an h may hide it
         hidden = "\n".join(_strings(text))
         found |= {(0, kind) for kind, pattern in patterns.items() if kind not in seen and pattern.search(hidden)}
     return [f"{name}, line {line}: {kind}" if line else f"{name}: {kind}" for line, kind in sorted(found)]

@@ -42,7 +42,8 @@ def upload(
     `prune` deletes files of the repository that are not the checkpoint's; without it they are refused. Raises
     ContractError or PublishError, both before anything is sent if `out` is at fault.
     """
-    files = preflight(out, hub.repo)
+    progress = progress or Progress()
+    files = preflight(out, hub.repo, progress)
     hub.create(private)
     head = hub.resolve()
     remote = hub.files(head)
@@ -55,7 +56,7 @@ def upload(
     sent: tuple[str, ...] = ()
     if missing or strays or not _is_marker(marker, remote.get(MARKER)):
         _withdraw(hub, [*strays, MARKER])
-        _send(hub, files, missing, progress or Progress())
+        _send(hub, files, missing, progress)
         head = _finish(hub, files, marker)
         sent = (*(file.name for file in missing), MARKER)
     return Uploaded(hub.repo, head, len(files), sum(file.size for file in files), sent)

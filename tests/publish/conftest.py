@@ -48,9 +48,14 @@ def server() -> Iterator[FakeHub]:
         yield server
 
 
-@pytest.fixture
-def hub(server: FakeHub, monkeypatch: pytest.MonkeyPatch) -> Hub:
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither huggingface_hub's pauses of seconds nor a garbage collection per file, which is for big models."""
     sleep = time.sleep
     monkeypatch.setattr(time, "sleep", lambda seconds: sleep(min(seconds, 0.005)))
-    monkeypatch.setattr("keys35.progress.release", lambda: None)  # a garbage collection per file, for big models
+    monkeypatch.setattr("keys35.progress.release", lambda: None)
+
+
+@pytest.fixture
+def hub(server: FakeHub) -> Hub:
     return Hub(server.repo, HfApi(endpoint=server.url, token="none"), waits=(0.005,) * 8)

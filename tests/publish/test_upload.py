@@ -17,6 +17,7 @@ from keys35 import progress
 from keys35.errors import PublishError
 from keys35.files.atomic import sha256_file
 from keys35.progress import Progress
+from keys35.publish import upload as uploading
 from keys35.publish.files import MARKER
 from keys35.publish.hub import Hub
 from keys35.publish.upload import upload
@@ -72,6 +73,7 @@ def test_every_third_call_fails(out: Path, hub: Hub, server: FakeHub) -> None:
 def run_in_process(url: str, repo: str, out: Path) -> None:
     sleep = time.sleep
     progress.release = lambda: None
+    uploading.PER_COMMIT = 2  # more commits to be killed in
     time.sleep = lambda seconds: sleep(min(seconds, 0.05))
     upload(out, Hub(repo, HfApi(endpoint=url, token="none"), waits=(0.05,) * 8))
 
@@ -83,10 +85,10 @@ def start(server: FakeHub, out: Path) -> multiprocessing.Process:
 
 
 def test_killed_ten_times_at_random(out: Path, server: FakeHub) -> None:
-    state, chance = server.state, random.Random(35)
+    state, chance, reached = server.state, random.Random(35), set()
     state.fail_every = 3
     for _ in range(10):
-        stop = len(state.calls) + chance.randint(1, 20)
+        stop = len(state.calls) + chance.randint(1, 45)
         process = start(server, out)
         with state.changed:
             assert state.changed.wait_for(lambda stop=stop: len(state.calls) >= stop, timeout=30)
@@ -95,15 +97,16 @@ def test_killed_ten_times_at_random(out: Path, server: FakeHub) -> None:
         process.join()
         assert process.exitcode == -signal.SIGKILL, "it was still at work"
         assert not state.commits or MARKER not in state.files, "no marker before the end"
+        reached.add(len(state.commits))
+    assert len(reached) > 1, "kills fell between commits"
     process = start(server, out)
     process.join(60)
     assert process.exitcode == 0
     assert_complete(server, out)
-    received = state.received
+    received, commits = state.received, len(state.commits)
     process = start(server, out)
     process.join(60)
-    assert process.exitcode == 0 and state.received == received
-    assert_complete(server, out)
+    assert process.exitcode == 0 and (state.received, len(state.commits)) == (received, commits)
 
 
 def test_a_changed_file_withdraws_the_marker_first(out: Path, hub: Hub, server: FakeHub) -> None:
