@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from keys35.files.headers import TORCH_DTYPE
 from keys35.glm.config import GlmConfig
 from keys35.glm.names import Role, TensorRule, census, exl3_parts
+from keys35.stages.profile import profile_rules
 
 TINY_CONFIG: dict[str, Any] = {
     "architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", "dtype": "bfloat16",
@@ -116,14 +117,15 @@ def legal_encoding(rule: TensorRule, bits: int, generator: torch.Generator) -> d
 class Output:
     """A finished checkpoint held in memory as tensors and JSON, to be spoilt and then written.
 
-    `widths` gives every routed expert's bits by layer; dense linears have 5 bits and MTP experts 8.
+    `widths` gives every routed expert's bits by layer; dense linears have 5 bits and MTP experts 8. `profile` as in
+    a recipe; the default leaves the key out, as older checkpoints do.
     """
 
-    def __init__(self, source: Path, widths: dict[int, list[int]], shards: int = 3):
+    def __init__(self, source: Path, widths: dict[int, list[int]], shards: int = 3, profile: str = "per-expert"):
         self.source, self.shards, self.widths = source, shards, widths
         self.config = json.loads((source / "config.json").read_text())
         glm = GlmConfig.from_dict(self.config)
-        self.rules = census(glm)
+        self.rules = profile_rules(census(glm), profile)
         origin: dict[str, torch.Tensor] = {}
         for path in sorted(source.glob("*.safetensors")):
             origin |= load_file(path)
@@ -144,6 +146,14 @@ class Output:
             "calibration": {"rows": 1, "cols": 128},
             "expert_bits": {str(layer): bits for layer, bits in widths.items()} | mtp,
         }  # fmt: skip
+        if profile != "per-expert":
+            self.quantization |= {"profile": profile, "dense_bits": 16 if profile == "bf16-rest" else 5}
+        if profile == "uniform-layer":
+            experts = self.quantization["expert_bits"]
+            self.quantization["layer_bits"] = {layer: bits[0] for layer, bits in experts.items()}
+            leaves = {rule.projection for rule in self.rules.values() if rule.role is Role.DENSE}
+            modules = sorted(leaves | {"fused_qkv_a_proj", "gate_up_proj"})
+            self.quantization["non_routed_exl3"] = {"codebook": "mul1", "bits": 5, "modules": modules}
         self.report: dict[str, Any] = {
             "routed_mean_bits": float(mean), "routed_mean_bits_exact": str(mean), "dropped": [],
             "widths_total": dict(total),

@@ -14,10 +14,11 @@ from keys35.recipe import Recipe
 EXPERTS = 4
 
 
-def small_source(root: Path, layers: int = 2) -> Path:
+def small_source(root: Path, layers: int = 2, mtp: bool = True) -> Path:
     """The first layers and the MTP layer of the demo, experts 0 to 3; its router keeps those rows."""
     demo = ShardedSource.open(MODEL)
-    config = dict(demo.config, num_hidden_layers=layers, n_routed_experts=EXPERTS)
+    changes = {"num_hidden_layers": layers, "num_nextn_predict_layers": int(mtp), "n_routed_experts": EXPERTS}
+    config = demo.config | changes
     config["indexer_types"] = config["indexer_types"][:layers]
     config["mlp_layer_types"] = config["mlp_layer_types"][:layers]
     tensors = {}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Callable
 from copy import deepcopy
 from fractions import Fraction
@@ -15,7 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from keys35.errors import SourceError
 from keys35.recipe import Recipe
-from keys35.stages.check import RULES, CheckReport, check
+from keys35.stages.check import RULES, CheckReport, Engine, check
+from keys35.stages.engines import NAMES
 
 WIDTHS = {1: [2, 3, 3, 3], 2: [2, 2, 3, 4]}
 EXPERT = "model.layers.1.mlp.experts.0.down_proj"
@@ -24,6 +26,7 @@ BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 QUANT, REPORT = "quantization_config.json", "KEYS35_ASSEMBLY_REPORT.json"
 INDEX = "model.safetensors.index.json"
 SHARD = "model-00002-of-00003.safetensors"
+SECONDS = 5  # of processor time, so that a busy machine does not fail it
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +152,8 @@ BEFORE_WRITING: list[tuple[str, Callable[[Output], object]]] = [
     ("mtp-width", width("model.layers.3.mlp.experts.1.up_proj", 4)),
     ("dense-width", declare(dense_bits=6)),
     ("dense-width", width(KV_A, 4)),
+    ("profile", declare(profile="per-layer")),
+    ("profile", declare(profile="uniform-layer")),
     ("expert-bits", lambda out: out.quantization["expert_bits"]["1"].reverse()),
     ("expert-bits", lambda out: out.quantization["expert_bits"].pop("3")),
     ("expert-bits", lambda out: out.quantization["expert_bits"]["2"].pop()),
@@ -197,7 +202,10 @@ def test_broken_contents(
     rule: str, change: Callable[[Output], object], output: Output, source: Path, tmp_path: Path
 ) -> None:
     change(output)
-    report = check(output.write(tmp_path / "out"), source)
+    root = output.write(tmp_path / "out")
+    started = time.process_time()
+    report = check(root, source)
+    assert time.process_time() - started < SECONDS
     assert rule in rules_of(report)
     assert rules_of(report) - {rule} <= COMPANIONS.get(rule, set()), "\n".join(map(str, report.findings))
     finding = next(finding for finding in report.findings if finding.rule == rule)
@@ -316,7 +324,10 @@ def test_broken_files(
 ) -> None:  # fmt: skip
     root = output.write(tmp_path / "out")
     change(root)
-    report = check(root, source, deep=True)
+    deep = rule == "report-shards"  # only hashes show a changed byte, and deep also decodes everything
+    started = time.process_time()
+    report = check(root, source, deep=deep)
+    assert deep or time.process_time() - started < SECONDS
     assert rule in rules_of(report)
     assert rules_of(report) - {rule} <= companions, "\n".join(map(str, report.findings))
 
@@ -425,7 +436,71 @@ def test_nothing_is_an_exception(tmp_path: Path) -> None:
     assert {"config-file", "quant-file", "report-file", "index-file"} == rules_of(report)
 
 
+DEEP = {
+    "value-finite": poke("model.layers.1.input_layernorm.weight", 0, float("nan")),
+    "value-scale": lambda out: out.tensors.update({f"{EXPERT}.suh": torch.full((512,), 3000.0).half()}),
+}
+
+
+@pytest.mark.parametrize("rule", DEEP)
+def test_values_are_decoded_on_demand(rule: str, output: Output, tmp_path: Path) -> None:
+    DEEP[rule](output)
+    root = output.write(tmp_path / "out")
+    assert check(root).ok and rules_of(check(root, deep=True)) == {rule}
+
+
+def test_noise_is_not_the_source(output: Output, source: Path, tmp_path: Path) -> None:
+    """The builder's trellises are random, so every sampled linear must be named."""
+    report = check(output.write(tmp_path / "out"), source, sample=9)
+    assert rules_of(report) == {"value-source"} and len(report.findings[0].names) == 9
+    with pytest.raises(SourceError, match="--reference"):
+        check(tmp_path / "out", sample=1)
+
+
+WISHES = {rule: set(RULES[rule].engines) for rule in RULES if not RULES[rule].contract}
+
+
+def test_an_engines_own_wishes_count_only_when_it_is_asked_for(output: Output, tmp_path: Path) -> None:
+    root = output.write(tmp_path / "out")
+    plain = check(root)
+    assert plain.ok and {note.rule for note in plain.notes} == {"layer-width", "layer-bits", "dense-declared"}
+    for engine, name in NAMES.items():
+        report = check(root, engine=engine)
+        assert rules_of(report) == {note.rule for note in plain.notes if name in WISHES[note.rule]}
+        assert report.ok == (engine is Engine.TENSORFOLD)
+
+
+def test_other_engines_refusals_are_notes(output: Output, tmp_path: Path) -> None:
+    declare(quant_method="modelopt")(output)
+    root = output.write(tmp_path / "out")
+    assert rules_of(check(root)) == {"quant-method"} == rules_of(check(root)) - {"layer-width"}
+    assert check(root, engine=Engine.TENSORFOLD).ok
+    assert "quant-method" in rules_of(check(root, engine=Engine.VLLM_EXL3))
+    assert "quant-method" in {note.rule for note in check(root, engine=Engine.TENSORFOLD).notes}
+
+
+@pytest.mark.parametrize("profile", ["per-expert", "uniform-layer", "bf16-rest"])
+def test_profiles_pass_and_say_for_whom(profile: str, source: Path, tmp_path: Path) -> None:
+    widths = {1: [2, 2, 2, 2], 2: [3, 3, 3, 3]} if profile == "uniform-layer" else WIDTHS
+    root = Output(source, widths, profile=profile).write(tmp_path / "out")
+    report = check(root, source, deep=True)
+    assert report.ok, "\n".join(map(str, report.findings))
+    accepted = {engine for engine in NAMES if check(root, engine=engine).ok}
+    assert accepted == {"per-expert": {Engine.TENSORFOLD}, "uniform-layer": set(NAMES), "bf16-rest": set()}[profile]
+
+
+def test_plain_dense_linears_must_be_declared_so(source: Path, tmp_path: Path) -> None:
+    output = Output(source, WIDTHS, profile="bf16-rest")
+    declare(dense_bits=5)(output)
+    root = output.write(tmp_path / "out")
+    assert rules_of(check(root)) == {"dense-width"}
+    assert "dense-encoded" in rules_of(check(root, engine=Engine.TENSORFOLD))
+    put(f"{KV_A}.trellis", torch.ones(4, dtype=torch.int16))(output)
+    assert "carried-encoded" in rules_of(check(output.write(tmp_path / "both"), source))
+
+
 def test_every_rule_has_a_broken_copy() -> None:
     elsewhere = {"width-legal", "tp-cut", "source-names", "quant-original", "recipe"}
+    elsewhere |= {"value-source", *DEEP, *WISHES}
     tested = {rule for rule, _ in BEFORE_WRITING} | {case[0] for case in AFTER_WRITING} | elsewhere
     assert tested == set(RULES)
