@@ -120,6 +120,20 @@ def test_recipes_in_the_documents_are_legal(tmp_path: Path) -> None:
             load_recipe(path)
 
 
+FOREIGN = {"destination K-words 64 vs checkpoint K-words 48", "no split rule"}  # what other tools say
+
+
+def test_messages_in_troubleshooting_are_keys35s() -> None:
+    """Every quoted heading is text of an error message, but for numbers and names that it fills in."""
+    code = "".join(path.read_text() for path in (ROOT / "keys35").rglob("*.py"))
+    code = re.sub(r'"\s*\n\s*f?"', "", re.sub(r"\{[^{}]*\}", "#", code))
+    headings = re.findall(r'^\*\*((?:"[^"]+"(?:, )?)+)', (ROOT / "docs/troubleshooting.md").read_text(), re.M)
+    quoted = {text for heading in headings for text in re.findall(r'"([^"]+)"', heading)} - FOREIGN
+    assert len(quoted) > 8
+    for text in quoted:
+        assert re.sub(r"\b\d+\b", "#", text) in code, text
+
+
 def recipe_keys() -> list[list[str]]:
     """Key, default and meaning of everything a recipe may hold, from the model itself."""
     rows = []
