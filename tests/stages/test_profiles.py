@@ -1,6 +1,9 @@
 """The three profiles on a small trained model: made, checked for their engines, loaded by the ranks."""
 
 import json
+import shutil
+import subprocess
+import sys
 from fractions import Fraction
 
 import pytest
@@ -19,6 +22,7 @@ from keys35.stages.pipeline import run
 from keys35.stages.plan import plan
 
 LAYERS = 3  # one dense, two with experts, so that whole layers can differ
+pytestmark = pytest.mark.slow
 
 
 def lean(profile: str, bits: float | str = 2.5):
@@ -98,6 +102,14 @@ def test_ranks_load_it(made):
     against = result["validation"]["tp_against_one"]
     assert against["max_logit_difference"] <= 1e-3 and result["validation"]["metrics"]["kl"] > 0
     assert result["validation"]["metrics"]["kl"] == pytest.approx(result["baselines"]["allocation"]["kl"], rel=1e-4)
+
+
+def test_page_and_card_take_it(made, tmp_path):
+    _, _, root, _ = made
+    copy = tmp_path / "out"
+    shutil.copytree(root / "out", copy)
+    done = subprocess.run([sys.executable, "-m", "keys35.cli", "report", str(copy)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_plan_predicts_its_bytes(made, model):
