@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from keys35.glm.block import Block
+from keys35.glm.block import Block, wide
 from keys35.glm.config import GlmConfig
 
 LATENT_EPS = 1e-6  # the q and kv latents and the indexer's key norm do not use rms_norm_eps
@@ -62,7 +62,7 @@ def attention(
     attend = _attend_absorbed if start else _attend
     mixed = attend(config, q_nope, q_rope, latent, k_rope, kv_b, selection)
     block.seen(["self_attn.o_proj"], mixed, where)
-    return block.reduce(block.linear("self_attn.o_proj", mixed).float()), selection
+    return block.reduce(wide(block.linear("self_attn.o_proj", mixed))), selection
 
 
 def rotation(config: GlmConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,7 +76,7 @@ def rotation(config: GlmConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
 def rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
     """RoPE of interleaved pairs of x (S, heads, dr); rotated evens come out first, odds second."""
     cos, sin = turn
-    even, odd = x[..., 0::2].float(), x[..., 1::2].float()
+    even, odd = wide(x[..., 0::2]), wide(x[..., 1::2])
     return torch.cat([even * cos - odd * sin, odd * cos + even * sin], -1).to(x.dtype)
 
 
@@ -106,13 +106,13 @@ def _select(
     if len(key) <= config.index_topk:
         return None
     query = block.linear("self_attn.indexer.wq_b", q_latent).unflatten(-1, (config.index_n_heads, width))
-    query = torch.cat([rotate(query[..., :rope], turn), query[..., rope:]], -1).float()
-    head_weight = F.linear(h, weights.tensor("self_attn.indexer.weights_proj.weight")).float()
+    query = wide(torch.cat([rotate(query[..., :rope], turn), query[..., rope:]], -1))
+    head_weight = wide(F.linear(h, weights.tensor("self_attn.indexer.weights_proj.weight")))
     head_weight = head_weight * config.index_n_heads**-0.5
     chosen = torch.zeros(len(h), len(key), dtype=torch.bool, device=h.device)
     for begin in range(0, len(h), QUERY_ROWS):
         part = slice(begin, begin + QUERY_ROWS)
-        score = (query[part] @ key.float().T * width**-0.5).relu_()  # (rows, heads, T)
+        score = (query[part] @ wide(key).T * width**-0.5).relu_()  # (rows, heads, T)
         score = (head_weight[part].unsqueeze(1) @ score).squeeze(1)
         score.masked_fill_(_future(begin + start, *score.shape, h.device), float("-inf"))
         chosen[part].scatter_(1, score.topk(config.index_topk, -1).indices, True)
@@ -168,5 +168,5 @@ def _softmax(config: GlmConfig, score: Tensor, selection: Tensor | None, first: 
     hidden = _future(first, *score.shape[1:], score.device)
     if selection is not None:
         hidden = hidden | ~selection
-    score = score.float() * config.qk_head_dim**-0.5
+    score = wide(score) * config.qk_head_dim**-0.5
     return score.masked_fill(hidden, float("-inf")).softmax(-1)

@@ -65,7 +65,12 @@ class Block:
         self.observer.linear_input(tuple(f"model.layers.{self.layer}.{name}" for name in modules), rows, where)
 
 
+def wide(x: Tensor) -> Tensor:
+    """At least float32: what sums, scores and choices are made in, whatever the weights are."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last axis; the division happens in float32."""
-    wide = x.float()
-    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    broad = wide(x)
+    return weight * (broad * torch.rsqrt(broad.square().mean(-1, keepdim=True) + eps)).to(x.dtype)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from keys35.glm.attention import LayerCache, attention
-from keys35.glm.block import Block, LayerWeights, Observer, identity
+from keys35.glm.block import Block, LayerWeights, Observer, identity, wide
 from keys35.glm.config import GlmConfig
 
 Linear = Callable[[Tensor], Tensor]
@@ -68,7 +68,7 @@ def route(config: GlmConfig, weights: LayerWeights, rows: Tensor) -> tuple[Tenso
     The correction bias decides who is chosen and never touches the weights; all of it is float32, because in
     BF16 the bias collapses to a handful of values.
     """
-    scores = F.linear(rows.float(), weights.tensor("mlp.gate.weight").float()).sigmoid()
+    scores = F.linear(wide(rows), weights.tensor("mlp.gate.weight").to(wide(rows).dtype)).sigmoid()
     bias = weights.tensor("mlp.gate.e_score_correction_bias").float()
     ids = (scores + bias).topk(config.num_experts_per_tok, dim=-1).indices
     chosen = scores.gather(1, ids)
@@ -78,12 +78,12 @@ def route(config: GlmConfig, weights: LayerWeights, rows: Tensor) -> tuple[Tenso
 def feed_forward(block: Block, rows: Tensor, where: Tensor) -> Tensor:
     """The dense MLP, or routed experts plus shared expert, of normalised rows (N, d); float32 (N, d)."""
     if not block.config.is_moe(block.layer):
-        return block.reduce(_watched_mlp(block, "mlp", rows, where).float())
+        return block.reduce(wide(_watched_mlp(block, "mlp", rows, where)))
     ids, weights = route(block.config, block.weights, rows)
     routed = _routed_experts(block, rows, ids, weights)
     block.observer.moe(block.layer, rows, ids, weights, routed, where)
     shared = _watched_mlp(block, "mlp.shared_experts", rows, where)
-    return block.reduce(routed + shared.float())
+    return block.reduce(routed + wide(shared))
 
 
 def _watched_mlp(block: Block, prefix: str, rows: Tensor, where: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ def _watched_mlp(block: Block, prefix: str, rows: Tensor, where: Tensor) -> Tens
 
 def _routed_experts(block: Block, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """Sum of weight * expert output in float32; experts in ascending order, so that sums repeat exactly."""
-    total = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
+    total = torch.zeros(rows.shape, dtype=wide(rows).dtype, device=rows.device)
     for expert in ids.unique().tolist():
         token, slot = (ids == expert).nonzero(as_tuple=True)
         linears = [
@@ -107,5 +107,5 @@ def _routed_experts(block: Block, rows: Tensor, ids: Tensor, weights: Tensor) ->
             for leaf in ("gate", "up", "down")
         ]
         output = gated_mlp(rows[token], *linears)
-        total[token] += output.float() * weights[token, slot, None]
+        total[token] += wide(output) * weights[token, slot, None]
     return total

@@ -1,11 +1,14 @@
 """What the terminal shows: tables of artefacts, nothing computed here that is not in them."""
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
-from keys35.stages.plan import Plan
+if TYPE_CHECKING:  # the stages write reports, so a report may not load the stages
+    from keys35.stages.plan import Plan
+
 
 UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
@@ -27,7 +30,7 @@ def human_seconds(seconds: float | None) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def show_plan(console: Console, plan: Plan) -> None:
+def show_plan(console: Console, plan: "Plan") -> None:
     """Coverage, sizes per class and per rank, needs."""
     table = Table(title=f"{plan.source}  with recipe  {plan.recipe}", title_justify="left")
     for name in ("class", "tensors", "parameters", "source", "output", f"rank (TP {plan.tp})"):

@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from keys35.glm.block import wide
+
 REDUCE_VALUES = 1 << 20
 
 
@@ -23,8 +25,8 @@ class Ranks:
         return [x]
 
     def reduce(self, x: Tensor) -> Tensor:
-        """The sum of every rank's x, float32. Added in rank order, so that it repeats to the last bit."""
-        total = x.float().contiguous().clone()
+        """The sum of every rank's x, float32 or better. Added in rank order, so that it repeats to the last bit."""
+        total = wide(x).contiguous().clone()
         for piece in total.view(-1).split(REDUCE_VALUES):  # bounds the copies of the other ranks' parts
             parts = self.all(piece)
             piece.copy_(parts[0])

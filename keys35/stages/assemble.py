@@ -22,6 +22,9 @@ from keys35.stages.sizes import class_sizes
 
 REPORT = "KEYS35_ASSEMBLY_REPORT.json"
 QUALITY = "KEYS35_QUALITY.json"
+# Written into the output by later steps; a second assembly leaves them to be rewritten.
+LATER = {QUALITY, "README.md", "SOURCE_README.md"}
+LATER |= {"KEYS35_REPORT.html", "KEYS35_MEASUREMENTS.json", "KEYS35_MAKING.json"}
 FORMAT = "keys35-v1"
 HEAD_BITS = 16
 
@@ -54,7 +57,7 @@ def _prepare(job: Job, out: Path, total: int) -> None:
     """Refuse foreign files before writing any; remove only our own leftovers."""
     out.mkdir(parents=True, exist_ok=True)
     ours = {shard_name(n + 1, total) for n in range(total)} | {INDEX_NAME, "config.json", "quantization_config.json"}
-    ours |= {REPORT, QUALITY, *(_relative(job, p) for p in job.source.side_files())}
+    ours |= {REPORT, *LATER, *(_relative(job, p) for p in job.source.side_files())}
     found = {p.relative_to(out).as_posix() for p in out.rglob("*") if not p.is_dir()}
     leftovers = {name for name in found if name.endswith(PARTIAL) and name.removesuffix(PARTIAL) in ours}
     foreign = sorted(found - ours - leftovers)

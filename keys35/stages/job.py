@@ -15,6 +15,7 @@ from keys35.files.source import ShardedSource
 from keys35.glm.config import GlmConfig, refuse_other_architectures
 from keys35.glm.names import TensorRule, census, match_source
 from keys35.recipe import Recipe
+from keys35.report.machine import machine
 from keys35.stages.profile import profile_rules
 
 WHEREABOUTS = "whereabouts.json"
@@ -67,6 +68,7 @@ def open_job(source: Path, recipe: Recipe, root: Path) -> Iterator[Job]:
     with work.lock():
         whereabouts = {"source": str(Path(source).resolve()), "recipe": recipe.model_dump(mode="json")}
         write_json(work.path(WHEREABOUTS), whereabouts)
+        work.log("started", machine=machine())
         rules = profile_rules(census(config), recipe.output.profile)
         yield Job(opened, config, rules, dropped, recipe, text, work)
 

@@ -5,6 +5,8 @@ from typing import Any
 
 from keys35.errors import ContractError
 from keys35.progress import Progress
+from keys35.report.card import write_card
+from keys35.report.html import write_report
 from keys35.stages.allocate import allocate
 from keys35.stages.assemble import assemble
 from keys35.stages.baselines import compare_baselines, gate
@@ -16,7 +18,7 @@ from keys35.stages.validate import validate
 
 
 def run(job: Job, out: Path, progress: Progress, tp: int = 4) -> dict[str, Any]:
-    """measure -> allocate -> quantize -> assemble -> check -> validate -> baselines; returns their results by stage.
+    """measure -> allocate -> quantize -> assemble -> check -> validate -> baselines -> report; results by stage.
 
     Raises ContractError naming each broken rule if the finished checkpoint does not pass `check`.
     """
@@ -29,6 +31,8 @@ def run(job: Job, out: Path, progress: Progress, tp: int = 4) -> dict[str, Any]:
         raise ContractError("\n".join(str(finding) for finding in checked.findings))
     validation = validate(out, job.source.root, job.recipe, tp, job.work.path("validate"), progress)
     baselines = compare_baselines(job, progress)
+    write_report(out, job.work.root)
+    write_card(out)  # after the page, to which it links
     return {
         "allocation": allocation,
         "report": report,

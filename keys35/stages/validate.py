@@ -5,20 +5,19 @@ from typing import Any
 
 from keys35.calibration.text import load_text_set
 from keys35.calibration.windows import WindowMaker, shares
-from keys35.errors import ContractError
+from keys35.errors import ContractError, RankError
 from keys35.files.atomic import load_tensors, read_json, write_json
 from keys35.files.source import ShardedSource
 from keys35.glm.config import GlmConfig
 from keys35.glm.weights import WeightStore
 from keys35.progress import Progress
 from keys35.recipe import Recipe
-from keys35.runtime.launch import PanelResult, run_panel
+from keys35.runtime.launch import run_panel
 from keys35.runtime.panel import Panel
 from keys35.runtime.reference import make_reference
 from keys35.stages.assemble import QUALITY, REPORT
 
-SINGLE_LIMIT_BYTES = 4 << 30
-LOGIT_BYTES = 4
+LOGIT_TOLERANCE, KL_TOLERANCE = 1e-3, 1e-5
 
 
 def recipe_of(out: Path) -> Recipe:
@@ -33,23 +32,21 @@ def validate(
     """Score `out` on the recipe's held-out panel with `tp` ranks, and hold them against one process.
 
     The reference's states are kept in `scratch` and reused. Writes KEYS35_QUALITY.json (no times in it) into `out`.
-    Raises RankError, SourceError, PlanError.
+    Raises RankError (also when ranks and one process disagree), SourceError, PlanError.
     """
     source = ShardedSource.open(reference)
     config = GlmConfig.from_dict(source.config, mtp_hidden=recipe.mtp.hidden)
+    store = WeightStore(source, config)
     panel = held_out_panel(reference, config, recipe)
-    results: dict[str, PanelResult] = {}
-    single = tp > 1 and panel.token_count * config.vocab_size * LOGIT_BYTES <= SINGLE_LIMIT_BYTES
-    for step in progress.walk("validate", ["reference", f"tp-{tp}", *(["one-process"] if single else [])]):
+    several = f"tp-{tp}"
+    against = None
+    for step in progress.walk("validate", ["reference", several, *(["one process"] if tp > 1 else [])]):
         if step.unit == "reference":
-            make_reference(WeightStore(source, config), panel, scratch / "reference")
+            make_reference(store, panel, scratch / "reference")
+        elif step.unit == several:
+            scored = run_panel(out, panel, scratch / "reference", tp, scratch / several, mtp_hidden=recipe.mtp.hidden)
         else:
-            ranks = tp if step.unit == f"tp-{tp}" else 1
-            results[step.unit] = run_panel(
-                out, panel, scratch / "reference", ranks, scratch / step.unit,
-                mtp_hidden=recipe.mtp.hidden, save_logits=single,
-            )
-    scored = results[f"tp-{tp}"]
+            against = _against_one_process(out, store, panel, tp, scratch / "against-one")
     quality = {
         "panel": {
             "set": recipe.panel.set,
@@ -62,11 +59,35 @@ def validate(
         "tp": tp,
         "ranks": [{"rank": r["rank"], "bytes_read": r["bytes_read"], **r["bytes_by_class"]} for r in scored.ranks],
         "checkpoint_bytes": ShardedSource.open(out).total_size,
-        "tp_against_one": _compare(panel, scratch / f"tp-{tp}", scratch / "one-process") if single else None,
+        "tp_against_one": against,
     }
     write_json(out / QUALITY, quality)
     timing = {"seconds": scored.seconds, "peak_rss_bytes": [r["peak_rss_bytes"] for r in scored.ranks]}
     return quality | {"timing": timing}
+
+
+def _against_one_process(out: Path, store: WeightStore, panel: Panel, tp: int, scratch: Path) -> dict[str, float]:
+    """The ranks' logits against one process's on one window of each domain; raises RankError if they disagree.
+
+    In float64: in float32 a near-tie in routing or sparse selection can fall either way with the order of a sum, and
+    then one token differs by more than any arithmetic error, in ranks and in one process alike.
+    """
+    first = [panel.domains.index(domain) for domain in dict.fromkeys(panel.domains)]
+    few = Panel.of(f"{panel.name}, a window of each domain", [panel.tokens[i] for i in first],
+                   [panel.domains[i] for i in first])
+    make_reference(store, few, scratch / "reference", repeat=False)
+    for ranks in (tp, 1):
+        run_panel(
+            out, few, scratch / "reference", ranks, scratch / str(ranks),
+            mtp_hidden=store.config.mtp_hidden, dtype="float64", save_logits=True,
+        )
+    found = _compare(few, scratch / str(tp), scratch / "1")
+    if found["max_logit_difference"] > LOGIT_TOLERANCE or found["kl"] > KL_TOLERANCE:
+        raise RankError(
+            f"{tp} ranks and one process disagree: logits by {found['max_logit_difference']:.1e} (at most "
+            f"{LOGIT_TOLERANCE:g}), KL {found['kl']:.1e} (at most {KL_TOLERANCE:g}); the checkpoint does not split well"
+        )
+    return found
 
 
 def held_out_panel(reference: Path, config: GlmConfig, recipe: Recipe) -> Panel:
