@@ -110,9 +110,10 @@ def write_true_size(root: Path) -> Path:
     }  # fmt: skip
     (root / "config.json").write_text(json.dumps({**GLM_5_3, "quantization_config": quantization}))
     (root / "quantization_config.json").write_text(json.dumps(quantization | {"tensor_storage": storage}))
+    sizes = {path.name: path.stat().st_size for path in root.glob("*.safetensors")}
     report = {
         "routed_mean_bits": 2.75, "routed_mean_bits_exact": "11/4", "widths_total": {"2": 4800, "3": 14400},
-        "shards": [{"file": path.name, "bytes": path.stat().st_size, "sha256": ""} for path in root.glob("*.safe*")],
+        "shards": [{"file": file, "bytes": size, "sha256": ""} for file, size in sizes.items()],
         "carried_identical": [rule.name for rule in rules if not rule.quantized], "dropped": [],
     }  # fmt: skip
     (root / "KEYS35_ASSEMBLY_REPORT.json").write_text(json.dumps(report))
