@@ -1,5 +1,6 @@
 """The terminal: parse, call a stage, print. Nothing else lives here."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from keys35 import __version__
-from keys35.errors import ContractError, Keys35Error
+from keys35.errors import ContractError, Keys35Error, ResumeError
 from keys35.glm.config import refuse_other_architectures
 from keys35.stages.engines import Engine
 
@@ -18,7 +19,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Turn a very large mixture-of-experts checkpoint into a small EXL3 one, and prove what it lost.",
 )
-console = Console()
+# Tables need room: where nobody watches a terminal, they are not squeezed into 80 columns.
+console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 140)
 
 
 def _supported(source: Path) -> Path:
@@ -259,7 +261,7 @@ def fetch(
 ) -> None:
     """Get a source from the hub at one pinned commit and verify every byte; run it again to resume.
 
-    Example: keys35 fetch zai-org/GLM-5.3 --to GLM-5.3-BF16
+    Example: keys35 fetch zai-org/GLM-5.3-BF16 --to GLM-5.3-BF16
     """
     from keys35.publish.fetch import fetch as run_fetch
     from keys35.publish.hub import Hub
@@ -321,6 +323,9 @@ def main() -> None:
     """Run the command line; a refusal is one message on stderr and its own exit code."""
     try:
         app()
+    except OSError as error:
+        Console(stderr=True).print(f"[bold red]keys35:[/bold red] {error}", highlight=False, soft_wrap=True)
+        sys.exit(ResumeError.exit_code)
     except Keys35Error as error:
         Console(stderr=True).print(f"[bold red]keys35:[/bold red] {error}", highlight=False, soft_wrap=True)
         sys.exit(error.exit_code)

@@ -43,7 +43,10 @@ class WindowMaker:
         if not tokenizer_file.is_file():
             raise SourceError(f"{tokenizer_file} is missing: calibration needs the checkpoint's tokenizer.json")
         self.tokenizer_sha256 = hashlib.sha256(tokenizer_file.read_bytes()).hexdigest()
-        self._tokenizer = Tokenizer.from_file(str(tokenizer_file))
+        try:
+            self._tokenizer = Tokenizer.from_file(str(tokenizer_file))
+        except Exception as error:  # the library raises bare Exceptions
+            raise SourceError(f"{tokenizer_file} cannot be read as a tokenizer: {error}") from None
         self._end = end_of_document
         self._window = window
         self._seed = seed
@@ -106,8 +109,8 @@ def save_windows(path: Path, windows: Windows, tokenizer_sha256: str) -> list[Pa
     return [path.with_suffix(".safetensors"), path.with_suffix(".json")]
 
 
-def load_windows(path: Path, tokenizer_sha256: str) -> Windows:
-    """Read sealed windows back; raises ResumeError if another tokenizer made them."""
+def load_windows(path: Path, tokenizer_sha256: str, expect_sha256: str | None = None) -> Windows:
+    """Read sealed windows back; raises ResumeError if another tokenizer made them, or the file was changed."""
     facts = read_json(path.with_suffix(".json"))
     if facts["tokenizer_sha256"] != tokenizer_sha256:
         raise ResumeError(
@@ -115,7 +118,7 @@ def load_windows(path: Path, tokenizer_sha256: str) -> Windows:
             f"({facts['tokenizer_sha256'][:12]}..., the checkpoint has {tokenizer_sha256[:12]}...). "
             "Use a new work directory."
         )
-    tensors = load_tensors(path.with_suffix(".safetensors"))
+    tensors = load_tensors(path.with_suffix(".safetensors"), expect_sha256)
     return Windows(tensors["tokens"].long(), tensors["domain"].long(), tuple(facts["domains"]))
 
 

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from keys35.errors import RankError
-from keys35.files.atomic import load_tensors, read_json, save_tensors, write_json
+from keys35.files.atomic import load_tensors, read_json, save_tensors, sha256_file, write_json
 from keys35.glm.names import FINAL_NORM, HEAD, rank_range
 from keys35.glm.stream import Head, embed, mtp, trunk
 from keys35.glm.weights import WeightStore
@@ -40,11 +40,13 @@ class Reference:
         facts = read_json(root / "reference.json", RankError, _AGAIN)
         if facts["panel"] != panel.fingerprint:
             raise RankError(f"{root} was made for another panel than '{panel.name}'; {_AGAIN}")
+        if facts["head_sha256"] != sha256_file(root / "head.safetensors"):
+            raise RankError(f"{root}/head.safetensors was changed; {_AGAIN}")
         return cls(root, facts)
 
     def states(self, window: int) -> dict[str, Tensor]:
         """ "hidden" (S, d) before the final norm, and "mtp" (S-1, d) when the model has an MTP layer."""
-        return load_tensors(_window_file(self.root, window))
+        return load_tensors(_window_file(self.root, window), self.facts["sha256"][window])
 
     def heads(self, tp: int, rank: int, device: torch.device) -> dict[str, Head]:
         """The source's own heads ("hidden", "mtp"), this rank's rows of the vocabulary."""
@@ -71,15 +73,16 @@ def make_reference(store: WeightStore, panel: Panel, root: Path, *, repeat: bool
     root.mkdir(parents=True, exist_ok=True)
     (root / "reference.json").unlink(missing_ok=True)
     states = _pass(store, panel)
-    for window, tensors in enumerate(states):
-        save_tensors(_window_file(root, window), tensors)
-    _save_heads(store, root, states[0].keys())
+    hashes = [save_tensors(_window_file(root, window), tensors) for window, tensors in enumerate(states)]
+    head = _save_heads(store, root, states[0].keys())
     noise = _noise(store, panel, states, _pass(store, panel)) if repeat else None
     facts = wanted | {
         "states": sorted(states[0]),
         "eps": store.config.rms_norm_eps,
         "tokens": panel.token_count,
         "noise": noise,
+        "sha256": hashes,
+        "head_sha256": head,
     }
     write_json(root / "reference.json", facts)
     log.info("reference of %d tokens in %s, noise floor %s", panel.token_count, root, noise)
@@ -88,6 +91,7 @@ def make_reference(store: WeightStore, panel: Panel, root: Path, *, repeat: bool
 
 def _identity(store: WeightStore, panel: Panel) -> dict[str, Any]:
     return {
+        "schema": 2,
         "panel": panel.fingerprint,
         "source": store.source.fingerprint(),
         "dtype": str(store.dtype),
@@ -106,13 +110,13 @@ def _pass(store: WeightStore, panel: Panel) -> list[dict[str, Tensor]]:
     return states
 
 
-def _save_heads(store: WeightStore, root: Path, kinds: Any) -> None:
+def _save_heads(store: WeightStore, root: Path, kinds: Any) -> str:
     """Norms and head with the states, so that scoring needs neither the source nor the checkpoint's word."""
     last = store.config.num_hidden_layers
     norms = {"hidden": FINAL_NORM, "mtp": f"model.layers.{last}.shared_head.norm.weight"}
     tensors = {f"norm.{kind}": store.source.read(norms[kind]) for kind in kinds}
     tensors["weight"] = store.source.read(store.rules[HEAD].source)
-    save_tensors(root / "head.safetensors", tensors)
+    return save_tensors(root / "head.safetensors", tensors)
 
 
 def _noise(

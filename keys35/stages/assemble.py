@@ -15,7 +15,7 @@ from keys35.files.source import ShardedSource
 from keys35.glm.names import Role, TensorRule, shard_of
 from keys35.progress import Progress
 from keys35.stages.allocate import load_allocation
-from keys35.stages.job import Job
+from keys35.stages.job import Job, refuse_nesting
 from keys35.stages.pieces import Pieces
 from keys35.stages.profile import one_width_keys
 from keys35.stages.sizes import class_sizes
@@ -55,6 +55,7 @@ def assemble(job: Job, out: Path, progress: Progress) -> dict[str, object]:
 
 def _prepare(job: Job, out: Path, total: int) -> None:
     """Refuse foreign files before writing any; remove only our own leftovers."""
+    refuse_nesting(job.source.root, out, job.work.root)
     out.mkdir(parents=True, exist_ok=True)
     ours = {shard_name(n + 1, total) for n in range(total)} | {INDEX_NAME, "config.json", "quantization_config.json"}
     ours |= {REPORT, *LATER, *(_relative(job, p) for p in job.source.side_files())}
@@ -77,13 +78,14 @@ def _shard(
     unit = f"assemble/{name.removesuffix('.safetensors')}"
     known = job.work.receipt(unit)
     path = out / name
-    if known and known["data"]["out"] == str(out.resolve()) and path.is_file():
+    made_of = {"out": str(out.resolve()), "pieces": pieces.recorded(rules)}
+    if known and made_of.items() <= known["data"].items() and path.is_file():
         stored = known["data"]["shard"]
         if path.stat().st_size == stored["size"] and sha256_file(path) == stored["sha256"]:
             return ShardReceipt(**{**stored, "tensors": tuple(stored["tensors"])}), True
     receipt = write_shard(path, [spec for rule in rules for spec in pieces.specs(rule)])
     _compare_carried(job.source, path, rules)
-    job.work.commit(unit, [], {"out": str(out.resolve()), "shard": asdict(receipt)})
+    job.work.commit(unit, [], made_of | {"shard": asdict(receipt)})
     return receipt, False
 
 
@@ -218,13 +220,15 @@ def _warnings(job: Job) -> list[str]:
     found = []
     for name in job.work.units():
         receipt = job.work.receipt(name)
-        if not name.startswith("experts/") or receipt is None:
+        if not name.startswith(("experts/", "quantize/dense/")) or receipt is None:
             continue
         data = receipt["data"]
+        if data["fallback"]:
+            found.append(f"{name}: encoded without a usable Hessian: {data['fallback'][:4]}")
+        if "fit_rows" not in data:
+            continue
         starved = [e for e, rows in zip(data["experts"], data["fit_rows"], strict=True) if rows == 0]
         if starved:
             found.append(f"{name}: experts {starved} saw no calibration row; encoded from the layer's statistics")
-        if data["fallback"]:
-            found.append(f"{name}: encoded without a usable Hessian: {data['fallback'][:4]}")
     return found
 

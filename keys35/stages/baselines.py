@@ -6,7 +6,6 @@ from typing import Any
 from torch import Tensor
 
 from keys35.exl3.linear import decode_weight
-from keys35.files.atomic import load_tensors
 from keys35.glm.block import LayerWeights
 from keys35.glm.names import Role
 from keys35.glm.weights import Keep, Overlay, WeightStore
@@ -17,7 +16,7 @@ from keys35.runtime.score import score_panel
 from keys35.stages.allocate import ALLOCATION, allocation_sets
 from keys35.stages.candidates import Candidates
 from keys35.stages.job import Job
-from keys35.stages.units import dense_file
+from keys35.stages.units import dense_file, dense_unit, load_recorded
 from keys35.stages.validate import held_out_panel
 
 
@@ -38,7 +37,7 @@ class MixStore(WeightStore):
 
     def _dense(self, layer: int) -> dict[str, Tensor]:
         rules = [rule for rule in self._job.rules.values() if rule.layer == layer and rule.role is Role.DENSE]
-        stored = load_tensors(dense_file(self._job, layer)) if rules else {}
+        stored = load_recorded(self._job, dense_unit(layer), dense_file(self._job, layer)) if rules else {}
         matrices = {}
         for rule in rules:
             parts = (stored[f"{rule.module}.{part}"] for part in ("trellis", "suh", "svh"))

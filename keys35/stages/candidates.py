@@ -6,14 +6,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from keys35.errors import ResumeError
 from keys35.exl3.linear import decode_weight
-from keys35.files.atomic import load_tensors
 from keys35.glm.block import LayerWeights
 from keys35.glm.names import PROJECTIONS
 from keys35.glm.weights import Overlay
 from keys35.stages.job import Job
-from keys35.stages.units import ExpertUnit, expert_units
+from keys35.stages.units import ExpertUnit, expert_units, load_recorded
 
 GROUPS_IN_MEMORY = 4
 
@@ -38,12 +36,7 @@ class Candidates:
         return Overlay(base, _Decoded(self, widths))
 
     def _load(self, unit: ExpertUnit, width: int) -> dict[str, Tensor]:
-        receipt = self._job.work.receipt(unit.name)
-        path = unit.file(self._job, width)
-        if receipt is None or width not in receipt["data"]["widths"]:
-            raise ResumeError(f"{unit.name} has no encoding at {width} bits: run `keys35 measure` on this directory")
-        entry = next(e for e in receipt["files"] if e["path"].endswith(path.name))
-        return load_tensors(path, expect_sha256=entry["sha256"])
+        return load_recorded(self._job, unit.name, unit.file(self._job, width))
 
 
 class _Decoded(Mapping[str, Tensor]):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from keys35 import __version__
 from keys35.calibration.text import TextSet, load_text_set
-from keys35.errors import ResumeError
+from keys35.errors import PlanError, ResumeError
 from keys35.exl3.encode import EncodeOptions
 from keys35.files.atomic import read_json, write_json
 from keys35.files.ledger import Workdir
@@ -62,6 +62,7 @@ def read_source(source: Path, recipe: Recipe) -> tuple[ShardedSource, GlmConfig,
 @contextmanager
 def open_job(source: Path, recipe: Recipe, root: Path) -> Iterator[Job]:
     """Start or resume a job; raises ResumeError if the directory belongs to another job or is in use."""
+    refuse_nesting(Path(source), None, Path(root))
     opened, config, dropped = read_source(source, recipe)
     text = load_text_set(recipe.calibration.set)
     work = Workdir.open(root, _guard(opened, recipe, text))
@@ -71,6 +72,15 @@ def open_job(source: Path, recipe: Recipe, root: Path) -> Iterator[Job]:
         work.log("started", machine=machine())
         rules = profile_rules(census(config), recipe.output.profile)
         yield Job(opened, config, rules, dropped, recipe, text, work)
+
+
+def refuse_nesting(source: Path, out: Path | None, work: Path) -> None:
+    """Refuse (PlanError) folders inside one another: one's files would be carried or published with the other's."""
+    places = {"source": source, "work directory": work} | ({"output": out} if out else {})
+    for name, place in places.items():
+        for other, root in places.items():
+            if name != other and place.resolve().is_relative_to(root.resolve()):
+                raise PlanError(f"the {name} {place} lies in the {other} {root}: choose a folder outside of it")
 
 
 @contextmanager

@@ -20,8 +20,17 @@ from keys35.stages.experts import LayerRows, encode_experts
 from keys35.stages.job import Job
 from keys35.stages.scan import broken_tensors
 from keys35.stages.sensitivity import measure_sensitivity
-from keys35.stages.states import States, load_states, save_states
-from keys35.stages.units import CALIBRATION, SENSITIVITY, ExpertUnit, capture_unit, expert_units, layer_name
+from keys35.stages.states import States, read_states, save_states
+from keys35.stages.units import (
+    CALIBRATION,
+    SENSITIVITY,
+    ExpertUnit,
+    capture_unit,
+    expert_units,
+    layer_name,
+    load_recorded,
+    recorded_sha256,
+)
 
 SPLITS = ("fit", "selection")
 
@@ -81,7 +90,21 @@ def calibration_windows(job: Job) -> dict[str, Windows]:
             made = maker.make(job.text, shares(job.text, total), split)
             files += save_windows(folder / split, made, maker.tokenizer_sha256)
         work.commit(CALIBRATION, files, {"set": job.text.name, "tokenizer_sha256": maker.tokenizer_sha256})
-    return {split: load_windows(folder / split, maker.tokenizer_sha256) for split in SPLITS}
+    windows = {}
+    for split in SPLITS:
+        expected = recorded_sha256(job, CALIBRATION, folder / f"{split}.safetensors")
+        windows[split] = load_windows(folder / split, maker.tokenizer_sha256, expected)
+        _check_vocabulary(job, windows[split])
+    return windows
+
+
+def _check_vocabulary(job: Job, windows: Windows) -> None:
+    largest, size = int(windows.tokens.max()), job.config.vocab_size
+    if largest >= size:
+        raise SourceError(
+            f"tokenizer.json gives token {largest}, the model's vocabulary ends at {size - 1}: "
+            "it is another model's tokenizer"
+        )
 
 
 def _capture(job: Job, store: WeightStore, layer: int, windows: dict[str, Windows]) -> None:
@@ -95,14 +118,16 @@ def _capture(job: Job, store: WeightStore, layer: int, windows: dict[str, Window
     hessians = {f"hessian.{name}": h for name, h in captures["fit"].hessians().items()}
     files[hessian_file(job, layer)] = save_tensors(hessian_file(job, layer), hessians)
     rows: dict[str, Tensor] = {}
+    data: dict[str, object] = {"carrier": captures["fit"].carrier}
     for split, capture in captures.items():
         found = capture.moe_rows()
         rows |= found.tensors(split) if found else {}
     if rows:
-        save_tensors(rows_file(job, layer), rows)  # not in the receipt: deleted once the experts are encoded
+        # Not among the receipt's files: deleted once the experts are encoded.
+        data["rows_sha256"] = save_tensors(rows_file(job, layer), rows)
     if not job.config.is_mtp(layer):
         files[_state_file(job, layer)] = save_states(_state_file(job, layer), after, _next_shares(job, layer))
-    job.work.commit(capture_unit(layer), files, {"carrier": captures["fit"].carrier})
+    job.work.commit(capture_unit(layer), files, data)
     job.work.log("captured", layer=layer)
     for done in (layer - 1, layer):
         if not job.config.is_mtp(done + 1) and job.work.receipt(capture_unit(done + 1)) is not None:
@@ -152,7 +177,7 @@ def _states_before(
 def _states_after(job: Job, store: WeightStore, layer: int, windows: dict[str, Windows]) -> dict[str, States]:
     """A layer's outgoing states from disk; computed again from the last ones kept if they are gone."""
     if _state_file(job, layer).exists():
-        return load_states(_state_file(job, layer), SPLITS)
+        return read_states(load_recorded(job, capture_unit(layer), _state_file(job, layer)), SPLITS)
     weights = store.layer(layer)
     before = _states_before(job, store, layer, weights, windows)
     return {split: before[split].advance(job.config, layer, weights) for split in SPLITS}
@@ -162,11 +187,12 @@ def layer_rows(job: Job, store: WeightStore, layer: int, windows: dict[str, Wind
     """A captured layer's rows, ready to encode its experts on; captured again if they are gone."""
     if not rows_file(job, layer).exists():
         _capture(job, store, layer, windows)
-    tensors = load_tensors(rows_file(job, layer))
+    receipt = job.work.receipt(capture_unit(layer))
+    tensors = load_tensors(rows_file(job, layer), expect_sha256=receipt["data"]["rows_sha256"] if receipt else None)
     selection = MoeRows.from_tensors(tensors, "selection")
     per_window = selection.x.shape[0] // len(windows["selection"])
     domain = windows["selection"].domain.repeat_interleave(per_window)
-    hessian = load_tensors(hessian_file(job, layer))[f"hessian.{SHARED_INPUT}"]
+    hessian = load_recorded(job, capture_unit(layer), hessian_file(job, layer))[f"hessian.{SHARED_INPUT}"]
     return LayerRows(MoeRows.from_tensors(tensors, "fit"), selection, domain, len(job.text.domains), hessian)
 
 

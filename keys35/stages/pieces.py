@@ -1,7 +1,7 @@
 """Where each tensor of the output comes from: a carried source tensor, or a part of an encoded linear."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -40,6 +40,16 @@ class Pieces:
         for name in exl3_parts(rule.module).values():
             entry = header.entries[name]
             yield TensorSpec(name, entry.dtype, entry.shape, partial(_read, path, entry.start, entry.nbytes))
+
+    def recorded(self, rules: Sequence[TensorRule]) -> dict[str, str]:
+        """SHA-256 by receipt of every work file that the quantized tensors among `rules` come from."""
+        found: dict[str, str] = {}
+        for rule in rules:
+            if rule.quantized:
+                name = self._file(rule).relative_to(self.job.work.root).as_posix()
+                if name not in found:
+                    found[name] = {e["path"]: e["sha256"] for e in self._receipt(rule)["files"]}[name]
+        return found
 
     def width(self, rule: TensorRule) -> int:
         """Bits per weight of a quantized tensor."""

@@ -11,10 +11,10 @@ from keys35.stages.allocate import allocate
 from keys35.stages.assemble import assemble
 from keys35.stages.baselines import compare_baselines, gate
 from keys35.stages.check import check
-from keys35.stages.job import Job
+from keys35.stages.job import Job, refuse_nesting
 from keys35.stages.measure import measure
 from keys35.stages.quantize import quantize
-from keys35.stages.validate import validate
+from keys35.stages.validate import held_out_panel, validate
 
 
 def run(job: Job, out: Path, progress: Progress, tp: int = 4) -> dict[str, Any]:
@@ -22,6 +22,8 @@ def run(job: Job, out: Path, progress: Progress, tp: int = 4) -> dict[str, Any]:
 
     Raises ContractError naming each broken rule if the finished checkpoint does not pass `check`.
     """
+    refuse_nesting(job.source.root, out, job.work.root)
+    held_out_panel(job.source.root, job.config, job.recipe)  # too little text is better known now than at the end
     measure(job, progress)
     allocation = allocate(job)
     quantize(job, progress)

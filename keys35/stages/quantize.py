@@ -7,7 +7,7 @@ from torch import Tensor
 
 from keys35.errors import ResumeError
 from keys35.exl3.encode import LinearJob, encode_group
-from keys35.files.atomic import load_tensors, save_tensors
+from keys35.files.atomic import save_tensors
 from keys35.glm.names import Role, TensorRule
 from keys35.glm.weights import WeightStore
 from keys35.progress import Progress
@@ -15,7 +15,7 @@ from keys35.stages.allocate import load_allocation
 from keys35.stages.experts import encode_experts
 from keys35.stages.job import Job
 from keys35.stages.measure import calibration_windows, hessian_file, layer_rows, rows_file
-from keys35.stages.units import ExpertUnit, capture_unit, dense_file, dense_unit, expert_units
+from keys35.stages.units import ExpertUnit, capture_unit, dense_file, dense_unit, expert_units, load_recorded
 
 
 def quantize(job: Job, progress: Progress) -> None:
@@ -71,7 +71,7 @@ def _encode_dense(job: Job, layer: int) -> None:
     if receipt is None:
         raise ResumeError(f"the calibration pass of layer {layer} is missing or damaged: run `keys35 measure` again")
     prefix = f"model.layers.{layer}."
-    stored = load_tensors(hessian_file(job, layer))
+    stored = load_recorded(job, capture_unit(layer), hessian_file(job, layer))
     hessians = {prefix + key.removeprefix("hessian."): hessian for key, hessian in stored.items()}
     bits = job.recipe.dense.bits
     carrier = receipt["data"]["carrier"]
@@ -87,7 +87,8 @@ def _encode_dense(job: Job, layer: int) -> None:
         result = encoded[item.name, bits]
         tensors |= result.tensors(item.name)
         errors[item.name] = result.proxy_error
+    fallback = [item.name for item in jobs if encoded[item.name, bits].fallback]
     path = dense_file(job, layer)
     digest = save_tensors(path, tensors)
-    job.work.commit(dense_unit(layer), {path: digest}, {"bits": bits, "proxy_error": errors})
+    job.work.commit(dense_unit(layer), {path: digest}, {"bits": bits, "proxy_error": errors, "fallback": fallback})
     job.work.log("dense", layer=layer)

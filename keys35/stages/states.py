@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from keys35.files.atomic import load_tensors, save_tensors
+from keys35.files.atomic import save_tensors
 from keys35.glm.block import LayerWeights, Observer
 from keys35.glm.config import GlmConfig
 from keys35.glm.layer import decoder_layer
@@ -71,9 +71,8 @@ def save_states(path: Path, parts: dict[str, States], keep_selection: bool) -> s
     return save_tensors(path, tensors)
 
 
-def load_states(path: Path, names: Sequence[str]) -> dict[str, States]:
-    """Read named groups of states back."""
-    tensors = load_tensors(path)
+def read_states(tensors: dict[str, Tensor], names: Sequence[str]) -> dict[str, States]:
+    """Named groups of states from a file's tensors."""
     return {name: States.from_tensors(tensors, name) for name in names}
 
 

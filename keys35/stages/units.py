@@ -3,6 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import Tensor
+
+from keys35.errors import ResumeError
+from keys35.files.atomic import load_tensors
 from keys35.stages.job import Job
 
 CALIBRATION = "measure/calibration"
@@ -49,3 +53,18 @@ def dense_unit(layer: int) -> str:
 def dense_file(job: Job, layer: int) -> Path:
     """Where a layer's encoded dense linears are kept."""
     return job.work.path("dense", f"{layer_name(layer)}.safetensors")
+
+
+def recorded_sha256(job: Job, unit: str, path: Path) -> str:
+    """The hash a unit's receipt has for one of its files; raises ResumeError when there is none."""
+    receipt = job.work.receipt(unit)
+    name = path.relative_to(job.work.root).as_posix()
+    found = [entry["sha256"] for entry in receipt["files"] if entry["path"] == name] if receipt else []
+    if not found:
+        raise ResumeError(f"{unit} is missing or damaged in {job.work.root}: run `keys35 measure` on it again")
+    return found[0]
+
+
+def load_recorded(job: Job, unit: str, path: Path) -> dict[str, Tensor]:
+    """A finished unit's tensors; raises ResumeError if the file is not, byte for byte, what the receipt recorded."""
+    return load_tensors(path, expect_sha256=recorded_sha256(job, unit, path))
