@@ -199,7 +199,7 @@ def report(
 ) -> None:
     """Write the HTML report again, and a checkpoint's model card.
 
-    Example: keys35 report OUT --work W --base-model zai-org/GLM-5.3
+    Example: keys35 report OUT --work W --base-model zai-org/GLM-5.3-BF16
     """
     from keys35.report.card import write_card
     from keys35.report.html import is_work, write_making, write_report, write_work_report
