@@ -55,6 +55,8 @@ def dates(work):
 def test_killed_in_every_stage(finished, tmp_path):
     recipe = recipe_file(tmp_path / "small.toml", finished.recipe)
     work, out = tmp_path / "work", tmp_path / "out"
+    whole = tmp_path / "whole"
+    assert start(finished.source, recipe, tmp_path / "whole-work", whole).wait(timeout=300) == 0
     for unit, _ in MOMENTS:
         process = start(finished.source, recipe, work, out)
         wait_for(process, mark(work, unit))
@@ -64,7 +66,7 @@ def test_killed_in_every_stage(finished, tmp_path):
     process = start(finished.source, recipe, work, out)
     assert process.wait(timeout=300) == 0
     assert [p.name for p, t in receipts.items() if p.stat().st_mtime_ns != t] == []
-    assert digest(out) == digest(finished.out)
+    assert digest(out) == digest(whole)
     events = [json.loads(line)["event"] for line in (work / "log.jsonl").read_text().splitlines()]
     groups = events.count("experts")
     assert groups <= 4 + len(MOMENTS), "a kill costs at most the unit it fell into"
