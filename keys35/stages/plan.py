@@ -1,6 +1,5 @@
 """Plan: headers only. What the job covers, weighs, needs and takes, before hours are spent."""
 
-import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ import torch
 from keys35.allocation import require_exact
 from keys35.errors import PlanError
 from keys35.exl3.viterbi import get_backend
+from keys35.files.atomic import free_bytes
 from keys35.files.source import ShardedSource
 from keys35.glm.config import GlmConfig
 from keys35.glm.names import BLOCK, Role, TensorRule, census, check_tp, shard_of, unit_count
@@ -76,7 +76,6 @@ def plan(source: Path, recipe: Recipe, work: Path | None = None, tp: int = 4) ->
         shards[shard_of(rule, config, recipe.output.shards)].append(rule)
     shard_bytes = [sum(c.output_bytes for c in class_sizes(shard, recipe, nbytes, tp)) for shard in shards]
     backend, rate = _encoder_rate(recipe)
-    where = next(p for p in [(work or Path.cwd()).resolve(), *(work or Path.cwd()).resolve().parents] if p.exists())
     return Plan(
         source=str(source),
         recipe=recipe.name,
@@ -89,7 +88,7 @@ def plan(source: Path, recipe: Recipe, work: Path | None = None, tp: int = 4) ->
         shard_bytes=tuple(shard_bytes),
         tp=tp,
         work_bytes=_work_bytes(rules, config, recipe),
-        free_bytes=shutil.disk_usage(where).free,
+        free_bytes=free_bytes(work or Path.cwd()),
         host_bytes=_host_bytes(opened, config, recipe),
         device_bytes=_device_bytes(config, recipe),
         weights_to_encode=_weights_to_encode(rules, recipe),
