@@ -25,6 +25,10 @@ class MoeRows:
         row, slot = torch.nonzero(self.expert_ids == expert, as_tuple=True)
         return row, self.weights[row, slot]
 
+    def to(self, device: torch.device) -> "MoeRows":
+        """The same rows on a device."""
+        return MoeRows(self.x.to(device), self.expert_ids.to(device), self.weights.to(device))
+
     def tensors(self, prefix: str) -> dict[str, Tensor]:
         """The rows as named tensors for the work directory."""
         ids = self.expert_ids.to(torch.int32)
@@ -58,7 +62,10 @@ class Capture(Observer):
         rows = rows.float()
         product = rows.T @ rows
         key = names[0]
-        self._sums[key] = self._sums[key] + product if key in self._sums else product
+        if key in self._sums:
+            self._sums[key] += product
+        else:
+            self._sums[key] = product
         self._counts[key] = self._counts.get(key, 0) + rows.shape[0]
         self.carrier.update(dict.fromkeys(names, key))
 
@@ -66,11 +73,11 @@ class Capture(Observer):
         self, layer: int, rows: Tensor, expert_ids: Tensor, expert_weights: Tensor, routed: Tensor, where: Tensor
     ) -> None:
         """A run of windows in order: MoE input (n, d), choice (n, k) and router weights (n, k)."""
-        self._moe.append(MoeRows(rows.float(), expert_ids, expert_weights.float()))
+        self._moe.append(MoeRows(rows.float().cpu(), expert_ids.cpu(), expert_weights.float().cpu()))
 
     def hessians(self) -> dict[str, Tensor]:
-        """Mean x^T x per distinct input, keyed by its first linear; float32 (in, in)."""
-        return {key: total / self._counts[key] for key, total in self._sums.items()}
+        """Mean x^T x per distinct input, keyed by its first linear; float32 (in, in) on the host."""
+        return {key: (total / self._counts[key]).cpu() for key, total in self._sums.items()}
 
     def moe_rows(self) -> MoeRows | None:
         """All windows' rows in order, None for a dense layer."""

@@ -24,7 +24,7 @@ class MixStore(WeightStore):
     """The model with dense linears and MTP experts as they end up and routed experts at any given widths."""
 
     def __init__(self, job: Job, widths: Mapping[int, list[int]]):
-        super().__init__(job.source, job.config)
+        super().__init__(job.source, job.config, device=job.device)
         self._job = job
         self._widths = {**widths, **{layer: [job.recipe.mtp.bits] * job.experts for layer in job.config.mtp_layers}}
 
@@ -40,7 +40,7 @@ class MixStore(WeightStore):
         stored = load_recorded(self._job, dense_unit(layer), dense_file(self._job, layer)) if rules else {}
         matrices = {}
         for rule in rules:
-            parts = (stored[f"{rule.module}.{part}"] for part in ("trellis", "suh", "svh"))
+            parts = (stored[f"{rule.module}.{part}"].to(self.device) for part in ("trellis", "suh", "svh"))
             matrix = decode_weight(*parts)[: rule.in_features, : rule.out_features]
             matrices[rule.module.split(".", 3)[3]] = matrix
         return matrices

@@ -22,6 +22,7 @@ class Candidates:
     def __init__(self, job: Job, layer: int):
         self._job = job
         self._layer = layer
+        self.device = job.device
         self._units = {expert: unit for unit in expert_units(job, layer) for expert in unit.experts}
         self._group = lru_cache(maxsize=GROUPS_IN_MEMORY * len(job.recipe.experts.widths))(self._load)
 
@@ -52,7 +53,8 @@ class _Decoded(Mapping[str, Tensor]):
             raise KeyError(module)
         expert = int(parts[2])
         stored = self._candidates.encoded(expert, parts[3], self._widths[expert])
-        return decode_weight(stored["trellis"], stored["suh"], stored["svh"]).to(torch.float32)
+        trellis, suh, svh = (stored[part].to(self._candidates.device) for part in ("trellis", "suh", "svh"))
+        return decode_weight(trellis, suh, svh).to(torch.float32)
 
     def __iter__(self) -> Iterator[str]:
         return (f"mlp.experts.{e}.{leaf}" for e in range(len(self._widths)) for leaf in PROJECTIONS)

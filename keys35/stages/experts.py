@@ -31,6 +31,13 @@ class LayerRows:
     domains: int
     hessian: Tensor  # mean x x^T of the layer's MoE input over all fit tokens
 
+    def to(self, device: torch.device) -> "LayerRows":
+        """The same rows on a device."""
+        return LayerRows(
+            self.fit.to(device), self.selection.to(device), self.domain.to(device), self.domains,
+            self.hessian.to(device),
+        )
+
 
 def encode_experts(job: Job, unit: ExpertUnit, widths: Sequence[int], rows: LayerRows) -> dict[str, object]:
     """Encode a group at each width, save one file per width, commit the receipt and return its data.
@@ -68,8 +75,9 @@ def encode_experts(job: Job, unit: ExpertUnit, widths: Sequence[int], rows: Laye
 
 
 def read_expert(job: Job, layer: int, expert: int) -> Weights:
-    """An expert's projections from the source as float32 (in, out)."""
-    return tuple(job.source.read(f"{name}.weight").float().T.contiguous() for name in _names(layer, expert))
+    """An expert's projections from the source as float32 (in, out), on the job's device."""
+    stored = (job.source.read(f"{name}.weight").to(job.device) for name in _names(layer, expert))
+    return tuple(weight.float().T.contiguous() for weight in stored)
 
 
 def _names(layer: int, expert: int) -> list[str]:
@@ -105,15 +113,16 @@ def _judge(
 ) -> tuple[int, list[list[float]], list[list[float]]]:
     """Rows, errors and standard errors of one expert on the selection rows routed to it."""
     index, router = rows.selection.of(expert)
-    x, domain = rows.selection.x[index], rows.domain[index]
-    tokens = torch.bincount(rows.domain, minlength=rows.domains).double()
+    x, domain = rows.selection.x[index], rows.domain[index].cpu()
+    tokens = torch.bincount(rows.domain, minlength=rows.domains).double().cpu()
     exact = apply_expert(x, weights)
     errors, spreads = [], []
     for width in widths:
         parts = [encoded[name, width] for name in _names(unit.layer, expert)]
         decoded = tuple(decode_weight(p.trellis, p.suh, p.svh) for p in parts)
         delta = apply_expert(x, decoded) - exact
-        per_row = router.double().square() * delta.double().square().sum(dim=1)
+        # Summed on the host: a GPU's weighted bincount adds in any order.
+        per_row = (router.double().square() * delta.double().square().sum(dim=1)).cpu()
         sums = [torch.bincount(domain, power, rows.domains) for power in (per_row, per_row.square())]
         errors.append((sums[0] / tokens).tolist())
         spreads.append((sums[1].sqrt() / tokens).tolist())

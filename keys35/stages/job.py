@@ -5,15 +5,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from keys35 import __version__
 from keys35.calibration.text import TextSet, load_text_set
 from keys35.errors import PlanError, ResumeError
 from keys35.exl3.encode import EncodeOptions
+from keys35.exl3.viterbi import backend_device
 from keys35.files.atomic import read_json, write_json
 from keys35.files.ledger import Workdir
 from keys35.files.source import ShardedSource
 from keys35.glm.config import GlmConfig, refuse_other_architectures
 from keys35.glm.names import TensorRule, census, match_source
+from keys35.glm.weights import WeightStore
 from keys35.recipe import Recipe
 from keys35.report.machine import machine
 from keys35.stages.profile import profile_rules
@@ -43,6 +47,16 @@ class Job:
         return EncodeOptions(
             backend=settings.backend, sigma_reg=settings.sigma_reg, refit_rounds=settings.refit_rounds
         )
+
+    @property
+    def device(self) -> torch.device:
+        """Where forward passes, statistics and the encoder compute; what they leave behind is on the host."""
+        return backend_device(self.recipe.encoder.backend)
+
+    @property
+    def store(self) -> WeightStore:
+        """The source's weights, as float32 on the job's device."""
+        return WeightStore(self.source, self.config, device=self.device)
 
     def expert_groups(self) -> list[range]:
         """The experts of a layer in units of work."""

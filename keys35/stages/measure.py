@@ -13,7 +13,6 @@ from keys35.errors import SourceError
 from keys35.files.atomic import load_tensors, save_tensors
 from keys35.glm.mtp import mtp_inputs
 from keys35.glm.names import FINAL_NORM
-from keys35.glm.stream import embed
 from keys35.glm.weights import StoredLayer, WeightStore
 from keys35.progress import Progress
 from keys35.stages.experts import LayerRows, encode_experts
@@ -38,7 +37,7 @@ SPLITS = ("fit", "selection")
 def measure(job: Job, progress: Progress) -> None:
     """Run or resume the whole measurement; every finished unit is in the ledger."""
     windows = calibration_windows(job)
-    store = WeightStore(job.source, job.config)
+    store = job.store
     rows = lru_cache(maxsize=1)(lambda layer: layer_rows(job, store, layer, windows))
     steps = [(layer, unit) for layer in job.config.layers for unit in [None, *_measured_units(job, layer)]]
     for step in progress.walk("measure", [*steps, None], _note):
@@ -112,7 +111,7 @@ def _capture(job: Job, store: WeightStore, layer: int, windows: dict[str, Window
     weights = store.layer(layer)
     before = _states_before(job, store, layer, weights, windows)
     captures = {split: Capture(want_hessians=split == "fit") for split in SPLITS}
-    after = {s: before[s].advance(job.config, layer, weights, captures[s]) for s in SPLITS}
+    after = {s: before[s].advance(job.config, layer, weights, job.device, captures[s]) for s in SPLITS}
     _require_finite(job, layer, after)
     files = {}
     hessians = {f"hessian.{name}": h for name, h in captures["fit"].hessians().items()}
@@ -161,15 +160,16 @@ def _states_before(
 ) -> dict[str, States]:
     """States that enter a layer: embeddings, the previous layer's output, or an MTP layer's joined input."""
     if layer == 0:
-        return {s: States.start(torch.stack(embed(store, list(windows[s].tokens)))) for s in SPLITS}
+        return {s: States.embedded(store, windows[s].tokens) for s in SPLITS}
     previous = _states_after(job, store, min(layer, job.config.num_hidden_layers) - 1, windows)
     if not job.config.is_mtp(layer):
         return previous
     norm = store.tensor(FINAL_NORM)
     joined = {}
     for split in SPLITS:
-        embedded = embed(store, list(windows[split].tokens))
-        inputs = mtp_inputs(job.config, weights, list(previous[split].x), embedded, norm)
+        embedded = States.embedded(store, windows[split].tokens).x
+        pairs = ([x[None].to(job.device) for x in pair] for pair in zip(previous[split].x, embedded, strict=True))
+        inputs = [mtp_inputs(job.config, weights, *pair, norm)[0].cpu() for pair in pairs]
         joined[split] = States.start(torch.stack(inputs))
     return joined
 
@@ -180,7 +180,7 @@ def _states_after(job: Job, store: WeightStore, layer: int, windows: dict[str, W
         return read_states(load_recorded(job, capture_unit(layer), _state_file(job, layer)), SPLITS)
     weights = store.layer(layer)
     before = _states_before(job, store, layer, weights, windows)
-    return {split: before[split].advance(job.config, layer, weights) for split in SPLITS}
+    return {split: before[split].advance(job.config, layer, weights, job.device) for split in SPLITS}
 
 
 def layer_rows(job: Job, store: WeightStore, layer: int, windows: dict[str, Windows]) -> LayerRows:
@@ -193,7 +193,8 @@ def layer_rows(job: Job, store: WeightStore, layer: int, windows: dict[str, Wind
     per_window = selection.x.shape[0] // len(windows["selection"])
     domain = windows["selection"].domain.repeat_interleave(per_window)
     hessian = load_recorded(job, capture_unit(layer), hessian_file(job, layer))[f"hessian.{SHARED_INPUT}"]
-    return LayerRows(MoeRows.from_tensors(tensors, "fit"), selection, domain, len(job.text.domains), hessian)
+    rows = LayerRows(MoeRows.from_tensors(tensors, "fit"), selection, domain, len(job.text.domains), hessian)
+    return rows.to(job.device)
 
 
 def hessian_file(job: Job, layer: int) -> Path:

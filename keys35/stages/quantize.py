@@ -9,7 +9,6 @@ from keys35.errors import ResumeError
 from keys35.exl3.encode import LinearJob, encode_group
 from keys35.files.atomic import save_tensors
 from keys35.glm.names import Role, TensorRule
-from keys35.glm.weights import WeightStore
 from keys35.progress import Progress
 from keys35.stages.allocate import load_allocation
 from keys35.stages.experts import encode_experts
@@ -22,7 +21,7 @@ def quantize(job: Job, progress: Progress) -> None:
     """Encode fixed-width linears and MTP experts, and any expert whose allocated width has no encoding yet."""
     allocation = load_allocation(job)
     windows = calibration_windows(job)
-    store = WeightStore(job.source, job.config)
+    store = job.store
     rows = lru_cache(maxsize=1)(lambda layer: layer_rows(job, store, layer, windows))
     dense = {rule.layer for rule in job.rules.values() if rule.role is Role.DENSE}
     steps = [(layer, unit) for layer in job.config.layers

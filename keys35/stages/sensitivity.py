@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from keys35.calibration.windows import Windows
-from keys35.glm.stream import Head, embed
+from keys35.glm.stream import Head
 from keys35.glm.weights import WeightStore
 from keys35.stages.candidates import Candidates
 from keys35.stages.job import Job
@@ -24,7 +24,8 @@ def measure_sensitivity(job: Job, store: WeightStore, selection: Windows) -> Non
     widths = job.recipe.experts.widths
     middle = len(widths) // 2
     copies = _propagate(job, store, windows, widths[middle])
-    kl = {layer: _kl_by_domain(store, windows, copies[None], copies[layer]) for layer in job.config.moe_layers}
+    head = Head.of_trunk(store)
+    kl = {layer: _kl_by_domain(head, windows, copies[None], copies[layer]) for layer in job.config.moe_layers}
     alpha = {}
     for layer, nats in kl.items():
         error = torch.zeros(len(windows.domains), dtype=torch.float64)
@@ -46,27 +47,26 @@ def measure_sensitivity(job: Job, store: WeightStore, selection: Windows) -> Non
 
 def _propagate(job: Job, store: WeightStore, windows: Windows, width: int) -> dict[int | None, States]:
     """Final states of the unperturbed copy (None) and of one copy per MoE layer."""
-    start = States.start(torch.stack(embed(store, list(windows.tokens))))
+    start = States.embedded(store, windows.tokens)
     copies: dict[int | None, States] = {None: start}
     for layer in range(job.config.num_hidden_layers):
         weights = store.layer(layer)
         entered = copies[None]
-        copies = {name: states.advance(job.config, layer, weights) for name, states in copies.items()}
+        copies = {name: states.advance(job.config, layer, weights, job.device) for name, states in copies.items()}
         if layer in job.config.moe_layers:
             perturbed = Candidates(job, layer).overlay(weights, [width] * job.experts)
-            copies[layer] = entered.advance(job.config, layer, perturbed)
+            copies[layer] = entered.advance(job.config, layer, perturbed, job.device)
     return copies
 
 
-def _kl_by_domain(store: WeightStore, windows: Windows, reference: States, copy: States) -> Tensor:
+def _kl_by_domain(head: Head, windows: Windows, reference: States, copy: States) -> Tensor:
     """Mean KL(reference || copy) in nats per domain, float64 (domains,)."""
-    head = Head.of_trunk(store)
     total = torch.zeros(len(windows.domains), dtype=torch.float64)
     for index, domain in enumerate(windows.domain.tolist()):
         for rows in range(0, reference.x.shape[1], LOGIT_ROWS):
             part = slice(rows, rows + LOGIT_ROWS)
             p = head(reference.x[index, part]).double().log_softmax(-1)
             q = head(copy.x[index, part]).double().log_softmax(-1)
-            total[domain] += (p.exp() * (p - q)).sum(-1).sum()
+            total[domain] += (p.exp() * (p - q)).sum(-1).sum().cpu()
     tokens = torch.bincount(windows.domain, minlength=len(windows.domains)) * reference.x.shape[1]
     return total / tokens

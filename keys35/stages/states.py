@@ -12,13 +12,18 @@ from keys35.files.atomic import save_tensors
 from keys35.glm.block import LayerWeights, Observer
 from keys35.glm.config import GlmConfig
 from keys35.glm.layer import decoder_layer
+from keys35.glm.names import EMBEDDING
+from keys35.glm.weights import WeightStore
 
 WINDOWS_AT_ONCE_TOKENS = 8192
 
 
 @dataclass(frozen=True)
 class States:
-    """Windows after some layer. x (N, W, d) float32; chosen: per window the DSA selection, bool (W, W), or None."""
+    """Windows after some layer, on the host.
+
+    x (N, W, d) float32; chosen: per window the DSA selection, bool (W, W), or None.
+    """
 
     x: Tensor
     chosen: tuple[Tensor | None, ...]
@@ -28,25 +33,36 @@ class States:
         """States of embedded windows, before the first layer."""
         return cls(x, (None,) * x.shape[0])
 
+    @classmethod
+    def embedded(cls, store: WeightStore, tokens: Tensor) -> "States":
+        """Windows of token ids (N, W) through the embedding table, which is read once and dropped."""
+        table = store.tensor(EMBEDDING)
+        x = torch.empty(*tokens.shape, table.shape[1], dtype=table.dtype)
+        for index, window in enumerate(tokens):
+            x[index] = table[window.to(table.device)]
+        return cls.start(x)
+
     def advance(
         self,
         config: GlmConfig,
         layer: int,
         weights: LayerWeights,
+        device: torch.device,
         observer: Observer | None = None,
     ) -> "States":
-        """All windows through one layer, a bounded number of tokens at a time."""
+        """All windows through one layer on a device, a bounded number of tokens at a time."""
         step = max(1, WINDOWS_AT_ONCE_TOKENS // self.x.shape[1])
-        states: list[Tensor] = []
+        after = torch.empty_like(self.x)
         chosen: list[Tensor | None] = []
         for first in range(0, self.x.shape[0], step):
             part = slice(first, first + step)
-            new, selected = decoder_layer(
-                config, layer, weights, list(self.x[part]), self.chosen[part], observer=observer
-            )
-            states += new
-            chosen += selected
-        return States(torch.stack(states), tuple(chosen))
+            windows = list(self.x[part].to(device))
+            selections = [None if s is None else s.to(device) for s in self.chosen[part]]
+            new, selected = decoder_layer(config, layer, weights, windows, selections, observer=observer)
+            for index, state in enumerate(new, first):
+                after[index] = state
+            chosen += [None if s is None else s.cpu() for s in selected]
+        return States(after, tuple(chosen))
 
     def tensors(self, prefix: str, keep_selection: bool) -> dict[str, Tensor]:
         """Named tensors for the work directory; selections as packed bits, and only if a next layer shares them."""

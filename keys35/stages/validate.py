@@ -6,6 +6,7 @@ from typing import Any
 from keys35.calibration.text import load_text_set
 from keys35.calibration.windows import WindowMaker, shares
 from keys35.errors import ContractError, RankError
+from keys35.exl3.viterbi import backend_device
 from keys35.files.atomic import load_tensors, read_json, write_json
 from keys35.files.source import ShardedSource
 from keys35.glm.config import GlmConfig
@@ -36,7 +37,7 @@ def validate(
     """
     source = ShardedSource.open(reference)
     config = GlmConfig.from_dict(source.config, mtp_hidden=recipe.mtp.hidden)
-    store = WeightStore(source, config)
+    store = WeightStore(source, config, device=backend_device(recipe.encoder.backend))
     panel = held_out_panel(reference, config, recipe)
     several = f"tp-{tp}"
     against = None
