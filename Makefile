@@ -9,18 +9,22 @@ READY  := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
 DEMO   := build/demo
 
-.PHONY: demo test checkpoint lint wheel clean
+.PHONY: demo test proof checkpoint lint wheel clean
 
 demo: $(READY)
 	$(BIN)/keys35 demo --work $(DEMO)/work --out $(DEMO)/out --table README.md
 
+# A process per core with one thread each; files stay whole, because their tests share what they make.
 test: $(READY_DEV)
-	$(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
+
+proof: $(READY_DEV)
+	$(BIN)/python -m pytest -q -m slow
 
 checkpoint: $(READY)
 	@test -n "$(MODEL)" -a -n "$(RECIPE)" -a -n "$(WORK)" -a -n "$(OUT)" || \
 	  { echo "usage: make checkpoint MODEL=dir RECIPE=glm-5.3-2.75bpw WORK=dir OUT=dir"; exit 2; }
-	$(BIN)/keys35 run $(MODEL) --recipe $(RECIPE) --work $(WORK) --out $(OUT)
+	$(BIN)/keys35 run "$(MODEL)" --recipe "$(RECIPE)" --work "$(WORK)" --out "$(OUT)"
 
 lint: $(READY_DEV)
 	$(BIN)/ruff check keys35 tests

@@ -3,16 +3,19 @@
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from keys35 import __version__
 from keys35.errors import ContractError, Keys35Error, ResumeError
 from keys35.glm.config import refuse_other_architectures
+from keys35.report.voice import Mode, Voice
 from keys35.stages.engines import Engine
+
+if TYPE_CHECKING:
+    from keys35.recipe import Recipe
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -20,7 +23,8 @@ app = typer.Typer(
     help="Turn a very large mixture-of-experts checkpoint into a small EXL3 one, and prove what it lost.",
 )
 # Tables need room: where nobody watches a terminal, they are not squeezed into 80 columns.
-console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 140)
+_console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 140)
+voice = Voice(_console, Console(stderr=True))
 
 
 def _supported(source: Path) -> Path:
@@ -30,7 +34,18 @@ def _supported(source: Path) -> Path:
 
 
 Source = Annotated[Path, typer.Argument(help="directory of the BF16 checkpoint", callback=_supported)]
-RecipeName = Annotated[str, typer.Option("--recipe", help="TOML file, or the name of a shipped recipe")]
+
+
+def _recipes(incomplete: str) -> list[str]:
+    """Shipped recipes for the shell's completion."""
+    from keys35.recipe import shipped_recipes
+
+    return [name for name in shipped_recipes() if name.startswith(incomplete)]
+
+
+RecipeName = Annotated[
+    str, typer.Option("--recipe", help="TOML file, or the name of a shipped recipe", autocompletion=_recipes)
+]
 Work = Annotated[Path, typer.Option("--work", help="work directory; the same command again resumes in it")]
 Out = Annotated[Path, typer.Option("--out", help="directory of the finished checkpoint")]
 Tp = Annotated[int, typer.Option("--tp", min=1, help="tensor-parallel ranks")]
@@ -53,10 +68,10 @@ def plan(
     from keys35.stages.plan import plan as make_plan
     from keys35.stages.scan import scan as run_scan
 
-    show_plan(console, make_plan(source, load_recipe(recipe), work, tp))
+    voice.result(make_plan(source, load_recipe(recipe), work, tp), show_plan)
     if scan:
-        with _progress(None) as progress:
-            console.print(f"[green]passed[/green] all values of {run_scan(source, progress)} tensors are finite")
+        with voice.progress() as progress:
+            voice.say(f"[green]passed[/green] all values of {run_scan(source, progress)} tensors are finite")
 
 
 @app.command()
@@ -69,7 +84,7 @@ def measure(source: Source, recipe: RecipeName, work: Work) -> None:
     from keys35.stages.job import open_job
     from keys35.stages.measure import measure as run_measure
 
-    with open_job(source, load_recipe(recipe), work) as job, _progress(job.work) as progress:
+    with open_job(source, load_recipe(recipe), work) as job, voice.progress(job.work) as progress:
         run_measure(job, progress)
 
 
@@ -84,7 +99,7 @@ def allocate(work: Work) -> None:
     from keys35.stages.job import resume_job
 
     with resume_job(work) as job:
-        show_allocation(console, run_allocate(job))
+        voice.result(run_allocate(job), show_allocation)
 
 
 @app.command()
@@ -96,7 +111,7 @@ def quantize(work: Work) -> None:
     from keys35.stages.job import resume_job
     from keys35.stages.quantize import quantize as run_quantize
 
-    with resume_job(work) as job, _progress(job.work) as progress:
+    with resume_job(work) as job, voice.progress(job.work) as progress:
         run_quantize(job, progress)
 
 
@@ -106,14 +121,13 @@ def assemble(work: Work, out: Out) -> None:
 
     Example: keys35 assemble --work W --out OUT
     """
-    from keys35.report.terminal import human_bytes
+    from keys35.report.terminal import show_assembly
     from keys35.stages.assemble import assemble as run_assemble
     from keys35.stages.job import resume_job
 
-    with resume_job(work) as job, _progress(job.work) as progress:
+    with resume_job(work) as job, voice.progress(job.work) as progress:
         report = run_assemble(job, out, progress)
-    console.print(f"{out}: {human_bytes(report['total_bytes'])} in {len(report['shards'])} shards, "
-                  f"routed mean {report['routed_mean_bits']} bits")
+    voice.result(report, show_assembly)
 
 
 @app.command()
@@ -128,16 +142,16 @@ def check(
 
     Example: keys35 check OUT --reference SRC --engine tensorfold
     """
+    from keys35.report.terminal import show_check
     from keys35.stages.check import check as run_check
 
-    report = run_check(out, reference=reference, deep=deep, engine=engine, sample=sample)
-    for finding in report.findings:
-        console.print(f"[red]refused[/red] {escape(str(finding))}", highlight=False, soft_wrap=True)
-    for note in report.notes:
-        console.print(f"[dim]note[/dim]    not met: {escape(note.brief)}", highlight=False, soft_wrap=True)
+    with voice.progress() as progress:
+        report = run_check(out, reference, deep, engine=engine, sample=sample, progress=progress)
+    voice.result(report, show_check)
     if report.findings:
-        raise ContractError(f"{out} breaks {len(report.findings)} rule(s) of {engine.asked}; see above")
-    console.print(f"[green]passed[/green] {out}: {engine.asked}; routed mean {report.routed_mean} bits")
+        rules = ", ".join(finding.rule for finding in report.findings)
+        raise ContractError(f"{out} breaks {len(report.findings)} rule(s) of {engine.asked}: {rules}")
+    voice.say(f"[green]passed[/green] {out}: {engine.asked}; routed mean {report.routed_mean} bits")
 
 
 @app.command()
@@ -151,13 +165,14 @@ def validate(
 
     Example: keys35 validate OUT --reference SRC --tp 4
     """
+    from keys35.report.terminal import show_validation
     from keys35.stages.validate import recipe_of
     from keys35.stages.validate import validate as run_validate
 
     scratch = scratch or out.resolve().parent / f"{out.resolve().name}.validate"
-    with _progress(None) as progress:
+    with voice.progress() as progress:
         result = run_validate(out, reference, recipe_of(out), tp=tp, scratch=scratch, progress=progress)
-    _show_validation(result)
+    voice.result(result, show_validation)
 
 
 @app.command()
@@ -205,12 +220,12 @@ def report(
     from keys35.report.html import is_work, write_making, write_report, write_work_report
 
     if is_work(path):
-        console.print(str(write_work_report(path)), highlight=False, soft_wrap=True)
-        return
-    if work or base_model:
-        write_making(path, work, base_model)
-    for written in (write_report(path, work), write_card(path)):
-        console.print(str(written), highlight=False, soft_wrap=True)
+        written = [write_work_report(path)]
+    else:
+        if work or base_model:
+            write_making(path, work, base_model)
+        written = [write_report(path, work), write_card(path)]
+    voice.result({"written": written}, lambda _, result: [voice.say(str(file)) for file in result["written"]])
 
 
 @app.command()
@@ -219,9 +234,9 @@ def status(work: Work) -> None:
 
     Example: keys35 status --work W
     """
-    from keys35.report.status import show_status
+    from keys35.report.status import read_status, show_status
 
-    show_status(console, work)
+    voice.result(read_status(work), show_status)
 
 
 @app.command()
@@ -239,18 +254,20 @@ def upload(
     from keys35.publish.hub import Hub
     from keys35.publish.preflight import preflight
     from keys35.publish.upload import upload as run_upload
-    from keys35.report.terminal import human_bytes
+    from keys35.report.terminal import count, human_bytes
 
     if dry_run:
-        with _progress(None) as progress:
+        with voice.progress() as progress:
             files = preflight(out, repo, progress)
         size = human_bytes(sum(file.size for file in files))
-        console.print(f"[green]passed[/green] {out}: {len(files)} files, {size} may go to {repo}", soft_wrap=True)
+        voice.say(f"[green]passed[/green] {out}: {count(len(files), 'file')}, {size} may go to {repo}")
+        voice.result({"repo": repo, "files": files})
         return
-    with _progress(None) as progress:
+    with voice.progress() as progress:
         done = run_upload(out, Hub.connect(repo), progress, private=private, prune=prune)
-    console.print(f"[green]complete[/green] {done.repo} at {done.revision}: {done.files} files, "
-                  f"{human_bytes(done.bytes)}; sent {len(done.sent)} this time", highlight=False, soft_wrap=True)
+    voice.say(f"[green]complete[/green] {done.repo} at {done.revision}: {count(done.files, 'file')}, "
+              f"{human_bytes(done.bytes)}; sent {len(done.sent)} this time")
+    voice.result(done)
 
 
 @app.command()
@@ -265,58 +282,48 @@ def fetch(
     """
     from keys35.publish.fetch import fetch as run_fetch
     from keys35.publish.hub import Hub
-    from keys35.report.terminal import human_bytes
+    from keys35.report.terminal import count, human_bytes
 
     hub = Hub.connect(repo)
     pinned = hub.resolve(revision)
-    console.print(f"{repo} at {pinned}", highlight=False, soft_wrap=True)
-    with _progress(None) as progress:
+    voice.say(f"{repo} at {pinned}")
+    with voice.progress() as progress:
         done = run_fetch(hub, to, progress, pinned)
-    console.print(f"[green]verified[/green] {to}: {done.files} files, {human_bytes(done.bytes)}, "
-                  f"{len(done.source.tensors)} tensors", highlight=False, soft_wrap=True)
+    voice.say(f"[green]verified[/green] {to}: {count(done.files, 'file')}, {human_bytes(done.bytes)}, "
+              f"{count(len(done.source.tensors), 'tensor')}")
+    voice.result({"repo": repo, "revision": pinned, "to": to, "files": done.files, "bytes": done.bytes})
 
 
-def _run(source: Path, recipe, work: Path, out: Path, tp: int) -> dict:
-    from keys35.report.terminal import show_allocation, show_plan, show_quality
+def _run(source: Path, recipe: "Recipe", work: Path, out: Path, tp: int) -> dict:
+    from keys35.report.terminal import show_plan, show_run
     from keys35.stages.job import open_job
     from keys35.stages.pipeline import run as run_all
     from keys35.stages.plan import plan as make_plan
 
-    show_plan(console, make_plan(source, recipe, work, tp))
-    with open_job(source, recipe, work) as job, _progress(job.work) as progress:
-        result = run_all(job, out, progress, tp)
-    show_allocation(console, result["allocation"])
-    _show_validation(result["validation"])
-    show_quality(console, result["baselines"])
-    if result["warning"]:
-        console.print(f"[bold red]warning[/bold red] {result['warning']}")
-    console.print(f"[green]passed[/green] the finished checkpoint is in {out}")
+    with open_job(source, recipe, work) as job:
+        show_plan(voice.console, make_plan(source, recipe, work, tp))
+        with voice.progress(job.work) as progress:
+            result = run_all(job, out, progress, tp)
+    voice.result(result, show_run)
+    voice.say(f"[green]passed[/green] the finished checkpoint is in {out}")
     return result
-
-
-def _show_validation(result: dict) -> None:
-    from keys35.report.terminal import show_validation
-
-    show_validation(console, result)
-
-
-def _progress(work):
-    from keys35.report.live import live_progress
-
-    return live_progress(console, work)
 
 
 def _version(value: bool) -> None:
     if value:
-        console.print(f"keys35 {__version__}")
+        voice.say(f"keys35 {__version__}")
         raise typer.Exit
 
 
 @app.callback()
 def _options(
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print refusals only")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="print the result as one JSON document, events as JSON lines on stderr")
+    ] = False,
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="version")] = False,
 ) -> None:
-    pass
+    voice.speak(Mode.JSON if as_json else Mode.QUIET if quiet else Mode.TEXT)
 
 
 def main() -> None:
@@ -324,10 +331,10 @@ def main() -> None:
     try:
         app()
     except OSError as error:
-        Console(stderr=True).print(f"[bold red]keys35:[/bold red] {error}", highlight=False, soft_wrap=True)
+        voice.refuse(error, ResumeError.exit_code)
         sys.exit(ResumeError.exit_code)
     except Keys35Error as error:
-        Console(stderr=True).print(f"[bold red]keys35:[/bold red] {error}", highlight=False, soft_wrap=True)
+        voice.refuse(error, error.exit_code)
         sys.exit(error.exit_code)
 
 

@@ -52,6 +52,8 @@ class Progress:
         Freed memory goes back to the system after each unit.
         """
         items = list(units)
+        if not items:
+            return
         started, kept = time.time(), 0
         self._report(Tick(stage, 0, len(items), 0, "", started, time.time(), os.getpid()))
         for done, item in enumerate(items, 1):

@@ -165,17 +165,20 @@ def resource_dir(installed: str, in_repository: str) -> Path:
     return packaged if packaged.is_dir() else Path(str(files("keys35"))).parent / in_repository
 
 
+def shipped_recipes() -> dict[str, Path]:
+    """Recipes that come with the package, by name."""
+    return {path.stem: path for path in sorted(resource_dir("recipes", "recipes").glob("*.toml"))}
+
+
 def find_recipe(name: str | Path) -> Path:
     """A path as given, or a shipped recipe by its bare name; raises RecipeError listing what ships."""
     path = Path(name)
     if path.is_file():
         return path
-    shipped = resource_dir("recipes", "recipes")
-    candidate = shipped / f"{path.name.removesuffix('.toml')}.toml"
-    if candidate.is_file() and len(path.parts) == 1:
-        return candidate
-    names = ", ".join(sorted(p.stem for p in shipped.glob("*.toml")))
-    raise RecipeError(f"no recipe at '{name}'. Give a TOML file or one of the shipped names: {names}")
+    shipped, asked = shipped_recipes(), path.name.removesuffix(".toml")
+    if asked in shipped and len(path.parts) == 1:
+        return shipped[asked]
+    raise RecipeError(f"no recipe at '{name}'. Give a TOML file or one of the shipped names: {', '.join(shipped)}")
 
 
 def load_recipe(name: str | Path) -> Recipe:

@@ -1,6 +1,8 @@
 """The command line as a user meets it: exit codes, one message on stderr, no traceback."""
 
+import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -29,6 +31,7 @@ def keys35(*arguments):
         (["validate", MODEL, "--reference", MODEL], errors.ContractError.exit_code, "KEYS35_ASSEMBLY_REPORT"),
         (["plan", MODEL, "--recip", "demo"], 2, "--recip"),
         (["plan", MODEL], 2, "--recipe"),
+        (["plan", MODEL, "--recipe", "demo", "--tp", "3"], errors.PlanError.exit_code, "can have 1, 2, 4 ranks"),
     ],
 )
 def test_refusals(arguments, code, words):
@@ -44,8 +47,59 @@ def test_plan_prints_coverage():
         assert words in done.stdout
 
 
+def test_plan_says_what_run_would_refuse(tmp_path):
+    """A source without its tokenizer can be planned, but not measured."""
+    for file in MODEL.iterdir():
+        if "tokenizer" not in file.name:
+            (tmp_path / file.name).symlink_to(file)
+    done = keys35("plan", tmp_path, "--recipe", "demo")
+    assert done.returncode == 0 and "`run` would refuse now" in done.stdout and "tokenizer.json" in done.stdout
+
+
+def test_quiet_says_nothing_but_refusals(finished):
+    for arguments in (("status", "--work", finished.work), ("check", finished.out, "--deep")):
+        done = keys35("--quiet", *arguments)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), arguments
+    refused = keys35("--quiet", "check", MODEL)
+    assert refused.stdout == "" and "quant-file" in refused.stderr and refused.returncode == 9
+
+
+def test_json_is_one_document_and_events_are_lines(finished):
+    done = keys35("--json", "check", finished.out, "--deep")
+    report = json.loads(done.stdout)
+    assert report["findings"] == [] and report["ok"] and report["routed_mean"] == "11/4"
+    ticks = [json.loads(line)["progress"] for line in done.stderr.splitlines()]
+    assert {tick["stage"] for tick in ticks} == {"hash", "check"} and ticks[-1]["done"] == ticks[-1]["total"] > 5
+    refused = keys35("--json", "status", "--work", "/no/such/dir")
+    event = json.loads(refused.stderr)
+    assert refused.stdout == "" and (event["error"], event["exit_code"]) == ("ResumeError", refused.returncode)
+
+
+def test_an_interrupt_says_how_to_go_on(source, small, tmp_path):
+    recipe = recipe_file(tmp_path / "r.toml", small)
+    command = [sys.executable, "-m", "keys35.cli", "--json", "measure", source, "--recipe", recipe]
+    with subprocess.Popen([*command, "--work", tmp_path / "work"], stderr=subprocess.PIPE, text=True) as running:
+        for line in running.stderr:
+            if json.loads(line).get("progress", {}).get("done"):
+                running.send_signal(signal.SIGINT)
+                break
+        last = json.loads(running.stderr.read().splitlines()[-1])
+        assert running.wait(30) == 130 == last["exit_code"] and "goes on from there" in last["message"]
+
+
+def test_the_shell_completes_commands_and_recipes():
+    def complete(words):
+        environment = os.environ | {"_KEYS35_COMPLETE": "complete_bash", "COMP_WORDS": words,
+                                    "COMP_CWORD": str(len(words.split()) - 1)}
+        call = "import sys; sys.argv[0] = 'keys35'; from keys35.cli import main; main()"
+        return subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, env=environment).stdout
+
+    assert complete("keys35 pl").split() == ["plan"]
+    assert "glm-5.3-2.75bpw" in complete("keys35 plan SOURCE --recipe gl").split()
+
+
 def test_every_command_has_help_with_an_example():
-    commands = "plan measure allocate quantize assemble check validate run demo status report"
+    commands = "plan measure allocate quantize assemble check validate run demo status report upload fetch"
     for command in commands.split():
         done = keys35(command, "--help")
         assert done.returncode == 0 and f"Example: keys35 {command} " in done.stdout + " ", command

@@ -280,13 +280,16 @@ def rank_range(size: int, tp: int, rank: int) -> tuple[int, int]:
 
 def check_tp(config: GlmConfig, tp: int) -> None:
     """Refuse (PlanError) a number of ranks that cannot cut this model in whole heads and blocks of 128."""
-    heads, vocab = config.num_attention_heads, config.vocab_size
-    if tp < 1 or heads % tp or vocab % tp:
-        raise PlanError(f"tp = {tp} does not divide {heads} attention heads and {vocab} vocabulary rows")
-    for rule in census(config).values():
-        if rule.split in (Split.OUT, Split.IN):
-            size = rule.out_features if rule.split is Split.OUT else rule.in_features
-            if size % (tp * BLOCK):
-                raise PlanError(
-                    f"tp = {tp} cuts {rule.name} ({size} features) into parts that are no multiple of {BLOCK}"
-                )
+    cut = {rule.out_features if rule.split is Split.OUT else rule.in_features: rule.name
+           for rule in census(config).values() if rule.split in (Split.OUT, Split.IN)}
+
+    def fault(ranks: int) -> str | None:
+        heads, vocab = config.num_attention_heads, config.vocab_size
+        if ranks < 1 or heads % ranks or vocab % ranks:
+            return f"tp = {ranks} does not divide {heads} attention heads and {vocab} vocabulary rows"
+        odd = [size for size in cut if size % (ranks * BLOCK)]
+        return f"tp = {ranks} cuts {cut[odd[0]]} ({odd[0]} features) off a multiple of {BLOCK}" if odd else None
+
+    if found := fault(tp):
+        legal = ", ".join(str(ranks) for ranks in range(1, config.num_attention_heads + 1) if not fault(ranks))
+        raise PlanError(f"{found}; this model can have {legal} ranks")

@@ -1,6 +1,6 @@
 """Progress on the terminal: a bar per stage with rate and time left; plain lines where there is no terminal."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -13,8 +13,13 @@ from keys35.report.terminal import human_seconds
 
 
 @contextmanager
-def live_progress(console: Console, work: Workdir | None) -> Iterator[Progress]:
-    """A Progress that draws itself on `console` and keeps `work`'s heartbeat."""
+def live_progress(
+    console: Console, work: Workdir | None, show: Callable[[Tick], None] | None = None
+) -> Iterator[Progress]:
+    """A Progress that draws itself on `console`, or calls `show` instead, and keeps `work`'s heartbeat."""
+    if show:
+        yield Progress(work, show)
+        return
     if not console.is_terminal:
         yield Progress(work, lambda tick: _print_line(console, tick))
         return

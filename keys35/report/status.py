@@ -3,6 +3,7 @@
 import os
 import time
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -14,24 +15,49 @@ from keys35.progress import HEARTBEAT, Tick
 from keys35.report.terminal import human_seconds
 
 
-def show_status(console: Console, root: Path) -> None:
-    """Finished units per stage and layer, the running stage's rate and time left; raises ResumeError without a job."""
+@dataclass(frozen=True)
+class Status:
+    """A job's finished units by kind, and the heartbeat of the stage that ran last (None before the first)."""
+
+    work: Path
+    recipe: str
+    tool: str
+    finished: dict[str, int]
+    last: Tick | None
+
+    @property
+    def state(self) -> str:
+        """new, running, finished (the last stage is) or stopped."""
+        if self.last is None:
+            return "new"
+        if self.last.done == self.last.total:
+            return "finished"
+        return "running" if _alive(self.last.pid) else "stopped"
+
+
+def read_status(root: Path) -> Status:
+    """The state of a work directory; raises ResumeError if it holds no job."""
     work = Workdir.open(root, None)
-    console.print(f"[bold]{work.root}[/bold]  recipe {work.job['recipe']['name']}, keys35 {work.job['tool']}")
+    heartbeat = work.path(HEARTBEAT)
+    last = Tick(**read_json(heartbeat)) if heartbeat.is_file() else None
+    finished = dict(sorted(Counter(_kind(name) for name in work.units()).items()))
+    return Status(work.root, work.job["recipe"]["name"], work.job["tool"], finished, last)
+
+
+def show_status(console: Console, status: Status) -> None:
+    """Finished units per stage and layer, the running stage's rate and time left."""
+    console.print(f"[bold]{status.work}[/bold]  recipe {status.recipe}, keys35 {status.tool}")
     table = Table("units", "finished")
-    for kind, count in sorted(Counter(_kind(name) for name in work.units()).items()):
+    for kind, count in status.finished.items():
         table.add_row(kind, str(count))
     console.print(table)
-    heartbeat = work.path(HEARTBEAT)
-    if not heartbeat.is_file():
+    if status.last is None:
         return
-    tick = Tick(**read_json(heartbeat))
-    alive = _alive(tick.pid) and tick.done < tick.total
-    state = "running" if alive else ("finished" if tick.done == tick.total else "stopped; run the same command again")
+    tick, state = status.last, status.state
     console.print(
         f"last stage [bold]{tick.stage}[/bold]: {tick.done} of {tick.total} ({tick.kept} kept), "
-        f"{tick.note or 'starting'}; "
-        f"{tick.rate * 60:.1f} units a minute, {human_seconds(tick.seconds_left)} left; {state}, "
+        f"{tick.note or 'starting'}; {tick.rate * 60:.1f} units a minute, {human_seconds(tick.seconds_left)} left; "
+        f"{state}{'; run the same command again' if state == 'stopped' else ''}, "
         f"last sign of life {human_seconds(time.time() - tick.updated)} ago"
     )
 

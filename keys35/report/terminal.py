@@ -4,9 +4,11 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:  # the stages write reports, so a report may not load the stages
+    from keys35.stages.check import CheckReport
     from keys35.stages.plan import Plan
 
 
@@ -19,6 +21,11 @@ def human_bytes(count: float) -> str:
         if count >= unit:
             return f"{count / unit:,.1f} {name}"
     return f"{count:,.0f} B"
+
+
+def count(number: int, noun: str) -> str:
+    """"1 file", "3 files"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def human_seconds(seconds: float | None) -> str:
@@ -62,6 +69,8 @@ def show_plan(console: Console, plan: "Plan") -> None:
         console.print(f"[bold]{name:>15}[/bold]  {text}")
     if plan.work_bytes + plan.output_bytes > plan.free_bytes:
         console.print("[bold red]Not enough free space here for the work directory and the output.[/bold red]")
+    for refusal in plan.missing:
+        console.print(f"[bold red]`run` would refuse now:[/bold red] {escape(refusal)}", soft_wrap=True)
 
 
 def show_allocation(console: Console, allocation: dict) -> None:
@@ -73,6 +82,29 @@ def show_allocation(console: Console, allocation: dict) -> None:
         counts = "  ".join(f"{count} x {width}" for width, count in entry["counts"].items())
         table.add_row(name, entry["mean"], counts, f"{entry['predicted_kl']:.4f}")
     console.print(table)
+
+
+def show_assembly(console: Console, report: dict) -> None:
+    """What was written."""
+    console.print(f"{human_bytes(report['total_bytes'])} in {count(len(report['shards']), 'shard')}, "
+                  f"routed mean {report['routed_mean_bits']} bits")
+
+
+def show_check(console: Console, report: "CheckReport") -> None:
+    """Every broken rule, and what other engines than the one asked for would miss."""
+    for finding in report.findings:
+        console.print(f"[red]refused[/red] {escape(str(finding))}", highlight=False, soft_wrap=True)
+    for note in report.notes:
+        console.print(f"[dim]note[/dim]    not met: {escape(note.brief)}", highlight=False, soft_wrap=True)
+
+
+def show_run(console: Console, result: dict) -> None:
+    """The allocation, what the checkpoint lost, and the baselines beside it."""
+    show_allocation(console, result["allocation"])
+    show_validation(console, result["validation"])
+    show_quality(console, result["baselines"])
+    if result["warning"]:
+        console.print(f"[bold red]warning[/bold red] {result['warning']}")
 
 
 def quality_rows(baselines: dict[str, dict]) -> list[list[str]]:

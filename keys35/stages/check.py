@@ -16,6 +16,7 @@ from keys35.files.atomic import read_json
 from keys35.files.source import ShardedSource
 from keys35.glm.config import GlmConfig
 from keys35.glm.names import Role, census
+from keys35.progress import Progress
 from keys35.recipe import Recipe
 from keys35.stages.check_config import (
     QUANT_NAME,
@@ -72,6 +73,7 @@ def check(
     expected: Recipe | None = None,
     engine: Engine = Engine.ALL,
     sample: int = 0,
+    progress: Progress | None = None,
 ) -> CheckReport:
     """Check the checkpoint in `out`; broken rules become findings, one per rule, never exceptions.
 
@@ -86,7 +88,7 @@ def check(
         raise SourceError(f"comparing {sample} linears of {out} needs their source: give --reference")
     source = None if reference is None else ShardedSource.open(reference)
     point, found = _open(out, source, expected)
-    point.deep, point.sample = deep, sample
+    point.deep, point.sample, point.progress = deep, sample, progress or Progress()
     found += chain.from_iterable(_all_rules(point)) if point.glm else ()
     findings = tuple(finding for finding in found if finding.counts_for(engine))
     notes = tuple(finding for finding in found if not finding.counts_for(engine))

@@ -188,12 +188,13 @@ def _shard_faults(point: Checkpoint, listed: Any) -> Iterator[tuple[str, str]]:
     actual = {shard.path.name: shard for shard in point.stored.shards}
     for file in sorted(claims.keys() ^ actual.keys()):
         yield file, "is only in the report" if file in claims else "is only on disk"
-    for file in sorted(claims.keys() & actual.keys()):
-        size, digest = claims[file]
-        if size != actual[file].size:
-            yield file, f"has {actual[file].size} bytes, reported are {size}"
-        elif point.deep and sha256_file(actual[file].path) != digest:
-            yield file, "has another SHA-256"
+    common = sorted(claims.keys() & actual.keys())
+    odd = [file for file in common if claims[file][0] != actual[file].size]
+    for file in odd:
+        yield file, f"has {actual[file].size} bytes, reported are {claims[file][0]}"
+    for step in point.progress.walk("hash", [file for file in common if point.deep and file not in odd]):
+        if sha256_file(actual[step.unit].path) != claims[step.unit][1]:
+            yield step.unit, "has another SHA-256"
 
 
 def check_recipe(point: Checkpoint) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -21,14 +22,20 @@ def check_decoded(point: Checkpoint) -> Iterator[Finding]:
         return
     infinite: list[tuple[str, str]] = []
     odd: list[tuple[str, str]] = []
-    for rule in point.rules.values():
-        count, rms = _decoded(point, rule) if rule.name in point.widths else (_carried(point, rule), None)
-        if count:
-            infinite.append((rule.name, f"has {count} that are not"))
-        elif rms is not None and not RMS_RANGE[0] <= rms <= RMS_RANGE[1]:
-            odd.append((rule.name, f"has {rms:.3g}"))
+    for step in point.progress.walk("check", _by_layer(point), lambda rules: rules[0].name):
+        for rule in step.unit:
+            count, rms = _decoded(point, rule) if rule.name in point.widths else (_carried(point, rule), None)
+            if count:
+                infinite.append((rule.name, f"has {count} that are not"))
+            elif rms is not None and not RMS_RANGE[0] <= rms <= RMS_RANGE[1]:
+                odd.append((rule.name, f"has {rms:.3g}"))
     yield from broken("value-finite", infinite)
     yield from broken("value-scale", odd)
+
+
+def _by_layer(point: Checkpoint) -> list[list[TensorRule]]:
+    """Rules in order, a layer or a tensor outside of layers at a time."""
+    return [list(rules) for _, rules in groupby(point.rules.values(), lambda rule: (rule.layer, rule.expert is None))]
 
 
 def _decoded(point: Checkpoint, rule: TensorRule) -> tuple[int, float | None]:

@@ -13,6 +13,7 @@ from typing import Any
 from keys35.files.source import ShardedSource
 from keys35.glm.config import GlmConfig
 from keys35.glm.names import TensorRule
+from keys35.progress import Progress
 from keys35.recipe import Recipe
 from keys35.stages.engines import (
     B12X,
@@ -173,6 +174,7 @@ class Checkpoint:
     recipe: Recipe | None
     deep: bool = False
     sample: int = 0
+    progress: Progress = field(default_factory=Progress)
     widths: dict[str, int] = field(default_factory=dict)
     """Bits per weight by source tensor name, from the trellis shapes."""
 

@@ -1,13 +1,15 @@
 """Plan: headers only. What the job covers, weighs, needs and takes, before hours are spent."""
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from keys35.allocation import require_exact
-from keys35.errors import PlanError
+from keys35.calibration.text import load_text_set
+from keys35.errors import Keys35Error, PlanError
 from keys35.exl3.viterbi import get_backend
 from keys35.files.atomic import free_bytes
 from keys35.files.source import ShardedSource
@@ -17,6 +19,7 @@ from keys35.recipe import Recipe
 from keys35.stages.job import read_source
 from keys35.stages.profile import ProfileCost, mixed_units, profile_costs, profile_rules
 from keys35.stages.sizes import ClassSize, class_sizes, exl3_bytes
+from keys35.stages.validate import held_out_panel
 
 FLOAT = 4
 PROBE_TILES = 256
@@ -43,6 +46,7 @@ class Plan:
     weights_to_encode: int
     backend: str
     weights_per_second: float
+    missing: tuple[str, ...]
 
     @property
     def source_bytes(self) -> int:
@@ -94,7 +98,17 @@ def plan(source: Path, recipe: Recipe, work: Path | None = None, tp: int = 4) ->
         weights_to_encode=_weights_to_encode(rules, recipe),
         backend=backend,
         weights_per_second=rate,
+        missing=tuple(_missing(Path(source), config, recipe)),
     )
+
+
+def _missing(source: Path, config: GlmConfig, recipe: Recipe) -> Iterator[str]:
+    """Refusals that `run` would meet before its first layer: no tokenizer, no or too little text."""
+    try:
+        load_text_set(recipe.calibration.set)
+        held_out_panel(source, config, recipe)
+    except Keys35Error as error:
+        yield str(error)
 
 
 def _check_shapes(rules: list[TensorRule], config: GlmConfig, recipe: Recipe, tp: int) -> None:

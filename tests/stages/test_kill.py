@@ -51,7 +51,6 @@ def dates(work):
     return {p: p.stat().st_mtime_ns for p in kept}
 
 
-@pytest.mark.slow
 def test_killed_in_every_stage(finished, tmp_path):
     recipe = recipe_file(tmp_path / "small.toml", finished.recipe)
     work, out = tmp_path / "work", tmp_path / "out"

@@ -22,7 +22,6 @@ from keys35.stages.pipeline import run
 from keys35.stages.plan import plan
 
 LAYERS = 3  # one dense, two with experts, so that whole layers can differ
-pytestmark = pytest.mark.slow
 
 
 def lean(profile: str, bits: float | str = 2.5):

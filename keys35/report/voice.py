@@ -1,0 +1,95 @@
+"""How the terminal speaks: tables and bars for people, nothing but refusals, or JSON for programs."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from enum import StrEnum
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rich.console import Console
+
+from keys35.errors import Keys35Error
+
+if TYPE_CHECKING:  # a refusal within a second does not wait for what only long work needs
+    from keys35.files.ledger import Workdir
+    from keys35.progress import Progress, Tick
+
+T = TypeVar("T")
+INTERRUPTED = 130  # what shells say of a command that Ctrl-C ended
+
+
+class Mode(StrEnum):
+    """TEXT: tables, bars, sentences. QUIET: refusals alone. JSON: a document on stdout, a line per event on stderr."""
+
+    TEXT = "text"
+    QUIET = "quiet"
+    JSON = "json"
+
+
+class Voice:
+    """Everything a command says goes through here, so that no command knows in which mode it runs."""
+
+    def __init__(self, console: Console, errors: Console) -> None:
+        self.console, self.errors, self.mode = console, errors, Mode.TEXT
+
+    def speak(self, mode: Mode) -> None:
+        """Choose the mode, once, before a command runs."""
+        self.mode, self.console.quiet = mode, mode is not Mode.TEXT
+
+    def say(self, text: str) -> None:
+        """A line for people; markup allowed, never wrapped, so that paths can be copied."""
+        self.console.print(text, highlight=False, soft_wrap=True)
+
+    def result(self, value: T, show: Callable[[Console, T], None] | None = None) -> None:
+        """What a command found: shown to people, or printed whole for programs."""
+        if self.mode is Mode.JSON:
+            print(json.dumps(plain(value), indent=1))
+        elif show:
+            show(self.console, value)
+
+    def refuse(self, error: Keys35Error | OSError | str, code: int) -> None:
+        """The one message of a refusal, on stderr."""
+        if self.mode is Mode.JSON:
+            self._event({"error": type(error).__name__, "message": str(error), "exit_code": code})
+        else:
+            self.errors.print("[bold red]keys35:[/bold red]", end=" ")
+            self.errors.print(str(error), highlight=False, soft_wrap=True, markup=False)
+
+    @contextmanager
+    def progress(self, work: "Workdir | None" = None) -> "Iterator[Progress]":
+        """A Progress that shows itself in this mode and keeps `work`'s heartbeat; Ctrl-C in it is a refusal too."""
+        from keys35.report.live import live_progress
+
+        try:
+            with live_progress(self.console, work, {Mode.QUIET: _nothing, Mode.JSON: self._tick}.get(self.mode)) as it:
+                yield it
+        except KeyboardInterrupt:
+            self.refuse("interrupted; what is finished is kept, the same command goes on from there", INTERRUPTED)
+            sys.exit(INTERRUPTED)
+
+    def _tick(self, tick: "Tick") -> None:
+        self._event({"progress": plain(tick)})
+
+    def _event(self, event: Mapping[str, Any]) -> None:
+        self.errors.file.write(json.dumps(event) + "\n")
+        self.errors.file.flush()
+
+
+def plain(value: Any) -> Any:
+    """A result as JSON: dataclasses with their computed properties, exact fractions and paths as text."""
+    if is_dataclass(value):
+        properties = [name for name in dir(type(value)) if isinstance(getattr(type(value), name), property)]
+        return {name: plain(getattr(value, name)) for name in [*(f.name for f in fields(value)), *properties]}
+    if isinstance(value, Mapping):
+        return {str(key): plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple, set)):
+        return [plain(entry) for entry in value]
+    return str(value) if isinstance(value, (Fraction, Path)) else value
+
+
+def _nothing(tick: "Tick") -> None:
+    pass
