@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 
-import pytest
 from small import digest, recipe_file
 
 # (unit that must just have been finished, stage it falls into)
