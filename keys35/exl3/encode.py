@@ -23,7 +23,7 @@ from .linear import EncodedLinear, decode_weight
 from .refit import Target, refit
 from .scale import Regularised, ScalePowers, regularise, to_half
 from .tiles import pack, symbol_bits
-from .viterbi import backend_device, get_backend
+from .viterbi import backend_device, get_backend, prepare
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +87,7 @@ def encode_group(
         symbol_bits(bits)  # refuses a width that EXL3 does not have
     for job in jobs:
         _check_shapes(job, hessians)
+    prepare(options.backend, frozenset(widths))
     device = backend_device(options.backend)
     results = {}
     with torch.inference_mode(), _full_float32():

@@ -39,6 +39,17 @@ class PanelResult:
 
 
 @dataclass(frozen=True)
+class PanelRun:
+    """A panel to score against a reference, and where to; logits go to out_dir/logits when `save_logits`."""
+
+    panel: Panel
+    reference_dir: Path
+    out_dir: Path
+    dtype: str = "float32"
+    save_logits: bool = False
+
+
+@dataclass(frozen=True)
 class Generated:
     """Greedy tokens after a prompt, each rank's report, seconds in all."""
 
@@ -62,26 +73,46 @@ def run_panel(
     limit_s: float | None = None,
     port: int | None = None,
 ) -> PanelResult:
-    """Score a checkpoint on a panel with `tp` ranks (one rank runs in this process, without torchrun).
+    """Score a checkpoint on one panel; see `run_panels`."""
+    run = PanelRun(panel, reference_dir, out_dir, dtype, save_logits)
+    return run_panels(
+        checkpoint, [run], tp, mtp_hidden=mtp_hidden, device=device, timeout_s=timeout_s, limit_s=limit_s, port=port
+    )[0]
 
-    `timeout_s` bounds every exchange between ranks, `limit_s` the whole run. Logits go to out_dir/logits when
-    `save_logits`. Raises RankError, never hangs, when a rank dies, disagrees or cannot open its port.
+
+def run_panels(
+    checkpoint: Path | str,
+    runs: Sequence[PanelRun],
+    tp: int,
+    *,
+    mtp_hidden: str | None = None,
+    device: str = "auto",
+    timeout_s: float = 300.0,
+    limit_s: float | None = None,
+    port: int | None = None,
+) -> list[PanelResult]:
+    """Score a checkpoint on panels with `tp` ranks, started once (one rank runs in this process, without torchrun).
+
+    `timeout_s` bounds every exchange between ranks, `limit_s` all of it. Raises RankError, never hangs, when a rank
+    dies, disagrees or cannot open its port.
     """
-    out_dir.mkdir(parents=True, exist_ok=True)
-    panel.save(out_dir / "panel.json")
-    job = RankJob(
-        checkpoint=str(checkpoint),
-        out=str(out_dir),
-        panel=str(out_dir / "panel.json"),
-        reference=str(reference_dir),
-        save_logits=save_logits,
-        mtp_hidden=mtp_hidden,
-        device=device,
-        dtype=dtype,
-        timeout_s=timeout_s,
-    )
-    result, ranks, seconds = launch(job, tp, limit_s=limit_s, port=port)
-    return PanelResult(result["metrics"], ranks, seconds)
+    jobs = []
+    for run in runs:
+        run.out_dir.mkdir(parents=True, exist_ok=True)
+        run.panel.save(run.out_dir / "panel.json")
+        jobs.append(RankJob(
+            checkpoint=str(checkpoint),
+            out=str(run.out_dir),
+            panel=str(run.out_dir / "panel.json"),
+            reference=str(run.reference_dir),
+            save_logits=run.save_logits,
+            mtp_hidden=mtp_hidden,
+            device=device,
+            dtype=run.dtype,
+            timeout_s=timeout_s,
+        ))
+    done = launch(jobs, tp, limit_s=limit_s, port=port)
+    return [PanelResult(result["metrics"], ranks, seconds) for result, ranks, seconds in done]
 
 
 def run_generate(
@@ -110,27 +141,34 @@ def run_generate(
         dtype=dtype,
         timeout_s=timeout_s,
     )
-    result, ranks, seconds = launch(job, tp, limit_s=limit_s, port=port)
+    [(result, ranks, seconds)] = launch([job], tp, limit_s=limit_s, port=port)
     return Generated(tuple(result["tokens"]), ranks, seconds)
 
 
 def launch(
-    job: RankJob, tp: int, *, limit_s: float | None = None, port: int | None = None
-) -> tuple[dict[str, Any], tuple[dict[str, Any], ...], float]:
-    """Run a job on `tp` ranks of this machine; its result, the ranks' reports, and seconds."""
-    started, out = time.monotonic(), Path(job.out)
-    _check_ranks(job, tp)
-    for stale in [*out.glob("rank-*.json"), out / "result.json"]:
-        stale.unlink(missing_ok=True)
-    if tp == 1:
-        device = choose_device(job.device, 0, 1)
-        run_job(job, Ranks(), device)
-    else:
+    jobs: Sequence[RankJob], tp: int, *, limit_s: float | None = None, port: int | None = None
+) -> list[tuple[dict[str, Any], tuple[dict[str, Any], ...], float]]:
+    """Run jobs, one after the other, on the same `tp` ranks of this machine.
+
+    Returns each one's result, its ranks' reports and its seconds, the first one's with the ranks' start.
+    """
+    started, outs = time.monotonic(), [Path(job.out) for job in jobs]
+    for job, out in zip(jobs, outs, strict=True):
+        _check_ranks(job, tp)
+        for stale in [*out.glob("rank-*.json"), out / "result.json"]:
+            stale.unlink(missing_ok=True)
         job.save(out / "job.json")
-        _torchrun(out, tp, limit_s, port)
-    result = read_json(out / "result.json", RankError, _AGAIN)
-    ranks = tuple(read_json(out / f"rank-{rank}.json", RankError, _AGAIN) for rank in range(tp))
-    return result, ranks, time.monotonic() - started
+    if tp == 1:
+        device = choose_device(jobs[0].device, 0, 1)
+        for job in jobs:
+            run_job(job, Ranks(), device)
+    else:
+        _torchrun(outs, tp, limit_s, port)
+    results = [read_json(out / "result.json", RankError, _AGAIN) for out in outs]
+    ranks = [tuple(read_json(out / f"rank-{rank}.json", RankError, _AGAIN) for rank in range(tp)) for out in outs]
+    seconds = [max(report["seconds"] for report in reports) for reports in ranks]
+    seconds[0] = time.monotonic() - started - sum(seconds[1:])
+    return list(zip(results, ranks, seconds, strict=True))
 
 
 def _check_ranks(job: RankJob, tp: int) -> None:
@@ -139,13 +177,14 @@ def _check_ranks(job: RankJob, tp: int) -> None:
     check_tp(GlmConfig.from_dict(read_json(config, SourceError, "give a checkpoint's folder")), tp)
 
 
-def _torchrun(out: Path, tp: int, limit_s: float | None, port: int | None) -> None:
+def _torchrun(outs: Sequence[Path], tp: int, limit_s: float | None, port: int | None) -> None:
+    out = outs[0]
     meet = ["--standalone", "--local-addr=127.0.0.1"]
     if port is not None:
         _require_free(port)
         meet = ["--master-addr=127.0.0.1", f"--master-port={port}"]
     command = [sys.executable, "-m", "torch.distributed.run", *meet, f"--nproc-per-node={tp}"]
-    command += ["-m", "keys35.runtime.rank", str(out / "job.json")]
+    command += ["-m", "keys35.runtime.rank", *(str(folder / "job.json") for folder in outs)]
     # All ranks are on this machine, so they need no network interface but the loopback one.
     environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | _TIGHT_MALLOC | os.environ
     package = str(Path(__file__).parents[2])

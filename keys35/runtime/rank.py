@@ -1,4 +1,4 @@
-"""One rank of the tensor-parallel runtime: `torchrun ... -m keys35.runtime.rank JOB.json`.
+"""One rank of the tensor-parallel runtime: `torchrun ... -m keys35.runtime.rank JOB.json...`.
 
 Needs only torch, safetensors and numpy, so that a rank starts fast and stays small.
 """
@@ -129,20 +129,24 @@ def choose_device(name: str, local_rank: int, local_world: int) -> torch.device:
 
 
 def main() -> int:
-    """Entry point under torchrun; a failure leaves rank-N.error.json for the launcher to read."""
+    """Entry point under torchrun: jobs one after the other on the first one's device and time limit.
+
+    A failure leaves rank-N.error.json in the first job's folder for the launcher to read.
+    """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # never outlive torchrun
-    job, rank = RankJob.load(Path(sys.argv[1])), int(os.environ["RANK"])
-    out = Path(job.out)
+    jobs, rank = [RankJob.load(Path(path)) for path in sys.argv[1:]], int(os.environ["RANK"])
+    out = Path(jobs[0].out)
     write_json(out / f"rank-{rank}.pid.json", {"pid": os.getpid()})
     try:
         local_rank, local_world = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-        device = choose_device(job.device, local_rank, local_world)
+        device = choose_device(jobs[0].device, local_rank, local_world)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         else:
             torch.set_num_threads(1)
-        ranks = GroupRanks("nccl" if device.type == "cuda" else "gloo", job.timeout_s)
-        run_job(job, ranks, device)
+        ranks = GroupRanks("nccl" if device.type == "cuda" else "gloo", jobs[0].timeout_s)
+        for job in jobs:
+            run_job(job, ranks, device)
         ranks.close()
     except Exception as error:
         known = isinstance(error, Keys35Error)

@@ -10,7 +10,7 @@ import torch
 from keys35.allocation import require_exact
 from keys35.calibration.text import load_text_set
 from keys35.errors import Keys35Error, PlanError
-from keys35.exl3.viterbi import get_backend
+from keys35.exl3.viterbi import get_backend, prepare
 from keys35.files.atomic import free_bytes
 from keys35.files.source import ShardedSource
 from keys35.glm.config import GlmConfig
@@ -172,6 +172,7 @@ def _device_bytes(config: GlmConfig, recipe: Recipe) -> int:
 
 def _encoder_rate(recipe: Recipe) -> tuple[str, float]:
     """The backend and its Viterbi rate, measured here and now on a few tiles at the middle width."""
+    prepare(recipe.encoder.backend, frozenset({*recipe.experts.widths, recipe.dense.bits, recipe.mtp.bits}))
     backend = get_backend(recipe.encoder.backend)
     bits = recipe.experts.widths[len(recipe.experts.widths) // 2]
     tiles = torch.randn(PROBE_TILES, 256, generator=torch.Generator().manual_seed(0))

@@ -1,5 +1,6 @@
 """Validate: what a finished checkpoint lost against its BF16 source, as the tensor-parallel runtime sees it."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from keys35.glm.config import GlmConfig
 from keys35.glm.weights import WeightStore
 from keys35.progress import Progress
 from keys35.recipe import Recipe
-from keys35.runtime.launch import run_panel
+from keys35.runtime.launch import PanelRun, run_panels
 from keys35.runtime.panel import Panel
 from keys35.runtime.reference import make_reference
 from keys35.stages.assemble import QUALITY, REPORT
@@ -39,15 +40,18 @@ def validate(
     config = GlmConfig.from_dict(source.config, mtp_hidden=recipe.mtp.hidden)
     store = WeightStore(source, config, device=backend_device(recipe.encoder.backend))
     panel = held_out_panel(reference, config, recipe)
-    several = f"tp-{tp}"
-    against = None
+    several, proof = f"tp-{tp}", scratch / "against-one"
+    runs, against = [PanelRun(panel, scratch / "reference", scratch / several)], None
     for step in progress.walk("validate", ["reference", several, *(["one process"] if tp > 1 else [])]):
         if step.unit == "reference":
             make_reference(store, panel, scratch / "reference")
+            if tp > 1:
+                runs.append(_few_windows(store, panel, proof, tp))
         elif step.unit == several:
-            scored = run_panel(out, panel, scratch / "reference", tp, scratch / several, mtp_hidden=recipe.mtp.hidden)
+            scored = run_panels(out, runs, tp, mtp_hidden=recipe.mtp.hidden)[0]
         else:
-            against = _against_one_process(out, store, panel, tp, scratch / "against-one")
+            run_panels(out, [replace(runs[1], out_dir=proof / "1")], 1, mtp_hidden=recipe.mtp.hidden)
+            against = _agreement(runs[1].panel, proof, tp)
     quality = {
         "panel": {
             "set": recipe.panel.set,
@@ -67,8 +71,8 @@ def validate(
     return quality | {"timing": timing}
 
 
-def _against_one_process(out: Path, store: WeightStore, panel: Panel, tp: int, scratch: Path) -> dict[str, float]:
-    """The ranks' logits against one process's on one window of each domain; raises RankError if they disagree.
+def _few_windows(store: WeightStore, panel: Panel, proof: Path, tp: int) -> PanelRun:
+    """One window of each domain, on which the ranks are held against one process.
 
     In float64: in float32 a near-tie in routing or sparse selection can fall either way with the order of a sum, and
     then one token differs by more than any arithmetic error, in ranks and in one process alike.
@@ -76,13 +80,13 @@ def _against_one_process(out: Path, store: WeightStore, panel: Panel, tp: int, s
     first = [panel.domains.index(domain) for domain in dict.fromkeys(panel.domains)]
     few = Panel.of(f"{panel.name}, a window of each domain", [panel.tokens[i] for i in first],
                    [panel.domains[i] for i in first])
-    make_reference(store, few, scratch / "reference", repeat=False)
-    for ranks in (tp, 1):
-        run_panel(
-            out, few, scratch / "reference", ranks, scratch / str(ranks),
-            mtp_hidden=store.config.mtp_hidden, dtype="float64", save_logits=True,
-        )
-    found = _compare(few, scratch / str(tp), scratch / "1")
+    make_reference(store, few, proof / "reference", repeat=False)
+    return PanelRun(few, proof / "reference", proof / str(tp), dtype="float64", save_logits=True)
+
+
+def _agreement(few: Panel, proof: Path, tp: int) -> dict[str, float]:
+    """The ranks' logits against one process's; raises RankError if they disagree."""
+    found = _compare(few, proof / str(tp), proof / "1")
     if found["max_logit_difference"] > LOGIT_TOLERANCE or found["kl"] > KL_TOLERANCE:
         raise RankError(
             f"{tp} ranks and one process disagree: logits by {found['max_logit_difference']:.1e} (at most "

@@ -4,6 +4,7 @@ The sources include no headers, so NVRTC alone is enough: no toolkit, no build s
 the hash of everything that shapes it: source, settings, architecture and compiler version.
 """
 
+import contextlib
 import hashlib
 import importlib.util
 import logging
@@ -12,8 +13,9 @@ import re
 import shutil
 import subprocess
 import tempfile
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -21,6 +23,8 @@ from pathlib import Path
 from ...errors import EncodeError
 
 log = logging.getLogger(__name__)
+
+_GUARD, _LOCKS = threading.Lock(), {}
 
 OLDEST_CAPABILITY = (8, 0)
 """Packed half minima, warp-wide reductions and 64 K registers a multiprocessor start here."""
@@ -126,8 +130,24 @@ def cached_cubin(name: str, arch: str, defines: Mapping[str, int]) -> bytes:
     source = whole_source(name).encode()
     settings = repr((name, arch, sorted(defines.items()), compiler())).encode()
     path = cache_directory() / f"{Path(name).stem}-{arch}-{hashlib.sha256(source + settings).hexdigest()[:24]}.cubin"
-    if path.is_file() and path.stat().st_size:
-        return path.read_bytes()
+    with _at_work(path):
+        return _cached(path) or _compile_into(path, name, arch, defines)
+
+
+@contextlib.contextmanager
+def _at_work(path: Path) -> Iterator[None]:
+    """One thread at a time for one cubin."""
+    with _GUARD:
+        lock = _LOCKS.setdefault(path, threading.Lock())
+    with lock:
+        yield
+
+
+def _cached(path: Path) -> bytes:
+    return path.read_bytes() if path.is_file() else b""
+
+
+def _compile_into(path: Path, name: str, arch: str, defines: Mapping[str, int]) -> bytes:
     shown = ", ".join(f"{key} {value}" for key, value in defines.items())
     log.info("first use: compiling %s (%s) for %s; kept in %s", name, shown, arch, path.parent)
     begun = time.perf_counter()
@@ -135,6 +155,18 @@ def cached_cubin(name: str, arch: str, defines: Mapping[str, int]) -> bytes:
     log.info("compiled %s in %.1f s", name, time.perf_counter() - begun)
     _keep(path, code)
     return code
+
+
+def compile_ahead(sources: Iterable[tuple[str, Mapping[str, int]]], arch: str) -> None:
+    """Start compiling what the cache lacks, side by side and in the background; a first use waits for its own."""
+    for name, defines in sources:
+        threading.Thread(target=_quietly, args=(name, arch, dict(defines)), daemon=True).start()
+
+
+def _quietly(name: str, arch: str, defines: Mapping[str, int]) -> None:
+    """Whoever needs the kernel meets the same refusal again, with the message."""
+    with contextlib.suppress(EncodeError, RuntimeError):
+        cached_cubin(name, arch, defines)
 
 
 def _keep(path: Path, code: bytes) -> None:

@@ -59,6 +59,14 @@ def _best_backend() -> ViterbiBackend:
     return get_backend("cpu")
 
 
+@lru_cache
+def prepare(name: str, widths: frozenset[float]) -> None:
+    """Let a backend get ready for widths in the background; those that compile nothing have nothing to do."""
+    ready = getattr(get_backend(name), "prepare", None)
+    if ready is not None:
+        ready(widths)
+
+
 def backend_device(name: str = "auto") -> torch.device:
     """Where a backend wants its tiles: the CPU, or torch's current CUDA device."""
     on_cpu = get_backend(name).name == "cpu"

@@ -3,6 +3,7 @@
 A tile's states depend on its targets alone: not on the batch, its place in it, the launch or the device.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...errors import EncodeError
-from ..gpu.compile import compiler
+from ..gpu.compile import compile_ahead, compiler
 from ..gpu.launch import Limits, load_kernel
 from ..tiles import RING, symbol_bits
 
@@ -94,6 +95,12 @@ class CudaBackend:
             raise EncodeError("the cuda backend needs a CUDA device and torch built for it; use auto or cpu")
         Limits.of(torch.cuda.current_device())
         compiler()
+
+    def prepare(self, widths: Iterable[float]) -> None:
+        """Start compiling the kernels that these widths need, in the background, where the cache lacks them."""
+        limits = Limits.of(torch.cuda.current_device())
+        launches = {(launch.source, launch.settings) for launch in (plan_launch(1, bits, limits) for bits in widths)}
+        compile_ahead([("rotate.cu", {}), *((source, dict(settings)) for source, settings in launches)], limits.arch)
 
     def encode_tiles(self, tiles: Tensor, bits: float) -> Tensor:
         """float32 (T, 256) in ring order, at mul1's scale, to uint16 states (T, 256), on the caller's stream.
