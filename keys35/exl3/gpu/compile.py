@@ -159,6 +159,8 @@ def _compile_into(path: Path, name: str, arch: str, defines: Mapping[str, int]) 
 
 def compile_ahead(sources: Iterable[tuple[str, Mapping[str, int]]], arch: str) -> None:
     """Start compiling what the cache lacks, side by side and in the background; a first use waits for its own."""
+    if compiler()[0] == "nvrtc":
+        from cuda.core import Device, ObjectCode, Program  # noqa: F401  imported by two threads at once, it breaks
     for name, defines in sources:
         threading.Thread(target=_quietly, args=(name, arch, dict(defines)), daemon=True).start()
 
