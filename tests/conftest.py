@@ -1,9 +1,12 @@
 """What all rooms' tests share: one whole run on a small model, whose artefacts many tests look at."""
 
+import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from small import small_recipe, small_source
 
 from keys35.progress import Progress
@@ -22,16 +25,32 @@ class Finished:
 
 
 @pytest.fixture(scope="session")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_source(tmp_path_factory.mktemp("small") / "source")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all test processes of this run have in common."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
 
 @pytest.fixture(scope="session")
-def finished(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    root = tmp_path_factory.mktemp("finished")
-    recipe = small_recipe()
-    with open_job(source, recipe, root / "work") as job:
-        result = run(job, root / "out", Progress(job.work), tp=4)
+def source(shared: Path) -> Path:
+    with FileLock(shared / "source.lock"):
+        root = shared / "small-source"
+        return root if root.exists() else small_source(root)
+
+
+@pytest.fixture(scope="session")
+def finished(source: Path, shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """A finished job of this process alone; what another process has encoded is not encoded again."""
+    root, recipe, first = tmp_path_factory.mktemp("finished"), small_recipe(), shared / "finished-first"
+
+    def resumed(root: Path) -> dict:
+        with open_job(source, recipe, root / "work") as job:
+            return run(job, root / "out", Progress(job.work), tp=4)
+
+    with FileLock(shared / "finished.lock"):
+        result = None if first.exists() else resumed(first)
+        shutil.copytree(first, root, dirs_exist_ok=True)
+    result = result or resumed(root)
     return Finished(source, root / "work", root / "out", recipe, result)
 
 

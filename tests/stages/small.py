@@ -11,20 +11,18 @@ from keys35.glm.config import GlmConfig
 from keys35.glm.names import census
 from keys35.recipe import Recipe
 
-EXPERTS = 4
 
-
-def small_source(root: Path, layers: int = 2, mtp: bool = True) -> Path:
-    """The first layers and the MTP layer of the demo, experts 0 to 3; its router keeps those rows."""
+def small_source(root: Path, layers: int = 2, mtp: bool = True, experts: int = 4) -> Path:
+    """The first layers and the MTP layer of the demo with its first experts; its router keeps their rows."""
     demo = ShardedSource.open(MODEL)
-    changes = {"num_hidden_layers": layers, "num_nextn_predict_layers": int(mtp), "n_routed_experts": EXPERTS}
+    changes = {"num_hidden_layers": layers, "num_nextn_predict_layers": int(mtp), "n_routed_experts": experts}
     config = demo.config | changes
     config["indexer_types"] = config["indexer_types"][:layers]
     config["mlp_layer_types"] = config["mlp_layer_types"][:layers]
     tensors = {}
     for name, rule in census(GlmConfig.from_dict(config)).items():
         value = demo.read(name.replace(f"layers.{layers}.", "layers.4."))
-        tensors[name] = value[:EXPERTS].clone() if ".gate." in name else value
+        tensors[name] = value[:experts].clone() if ".gate." in name else value
         assert tuple(tensors[name].shape) == rule.shape
     side = {"tokenizer.json": (MODEL / "tokenizer.json").read_bytes(), "LICENSE": b"be kind\n"}
     return write_checkpoint(root, tensors, shards=2, config=config, side_files=side)

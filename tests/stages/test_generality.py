@@ -49,9 +49,9 @@ def test_another_model_is_a_matter_of_its_config(changes: dict, tmp_path: Path) 
 
 
 def test_a_model_without_mtp_goes_all_the_way(tmp_path: Path) -> None:
-    source = small_source(tmp_path / "source", mtp=False)
+    source = small_source(tmp_path / "source", mtp=False, experts=2)
     calibration = {"set": "demo", "window": 96, "fit_windows": 4, "selection_windows": 4, "sensitivity_windows": 2}
-    recipe = small_recipe(calibration=calibration, output={"shards": 4})
+    recipe = small_recipe(experts={"widths": [2, 3], "bits": 2.5}, calibration=calibration, output={"shards": 4})
     with open_job(source, recipe, tmp_path / "work") as job:
         result = run(job, tmp_path / "out", Progress(), tp=2)
     assert "mtp" not in result["validation"]["metrics"] and result["validation"]["metrics"]["kl"] > 0

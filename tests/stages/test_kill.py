@@ -50,18 +50,18 @@ def dates(work):
     return {p: p.stat().st_mtime_ns for p in kept}
 
 
-def test_killed_in_every_stage(finished, tmp_path):
-    recipe = recipe_file(tmp_path / "small.toml", finished.recipe)
+def test_killed_in_every_stage(source, small, tmp_path):
+    recipe = recipe_file(tmp_path / "small.toml", small)
     work, out = tmp_path / "work", tmp_path / "out"
     whole = tmp_path / "whole"
-    assert start(finished.source, recipe, tmp_path / "whole-work", whole).wait(timeout=300) == 0
+    assert start(source, recipe, tmp_path / "whole-work", whole).wait(timeout=300) == 0
     for unit, _ in MOMENTS:
-        process = start(finished.source, recipe, work, out)
+        process = start(source, recipe, work, out)
         wait_for(process, mark(work, unit))
         receipts = dates(work)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    process = start(finished.source, recipe, work, out)
+    process = start(source, recipe, work, out)
     assert process.wait(timeout=300) == 0
     assert [p.name for p, t in receipts.items() if p.stat().st_mtime_ns != t] == []
     assert digest(out) == digest(whole)

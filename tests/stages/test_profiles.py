@@ -27,7 +27,7 @@ LAYERS = 3  # one dense, two with experts, so that whole layers can differ
 def lean(profile: str, bits: float | str = 2.5):
     """Few windows: these tests look at what is written, not at how good it is."""
     return small_recipe(
-        experts={"widths": [2, 3], "bits": bits, "group": 4},
+        experts={"widths": [2, 3], "bits": bits, "group": 2},
         calibration={"set": "demo", "window": 96, "fit_windows": 4, "selection_windows": 4, "sensitivity_windows": 2},
         output={"shards": 4, "profile": profile},
         panel={"set": "demo-panel", "window": 192, "windows": 2, "random_mixes": 1},
@@ -36,7 +36,7 @@ def lean(profile: str, bits: float | str = 2.5):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return small_source(tmp_path_factory.mktemp("profiles") / "source", layers=LAYERS)
+    return small_source(tmp_path_factory.mktemp("profiles") / "source", layers=LAYERS, experts=2)
 
 
 @pytest.fixture(scope="module", params=["uniform-layer", "bf16-rest"])
@@ -75,7 +75,7 @@ def test_the_engines_it_is_for(made, model):
     if profile == "uniform-layer":
         assert passed == set(Engine)
     else:  # mixed layers and plain dense linears
-        assert passed == {Engine.ALL}
+        assert Engine.ALL in passed and not {Engine.VLLM_EXL3, Engine.TENSORFOLD} & passed
 
 
 def test_widths(made):
