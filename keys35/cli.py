@@ -3,7 +3,7 @@
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -14,8 +14,9 @@ from keys35.glm.config import refuse_other_architectures
 from keys35.report.voice import Mode, Voice
 from keys35.stages.engines import Engine
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # imported by the commands that need it, so that a refusal is fast
     from keys35.recipe import Recipe
+    from keys35.stages.workers import Workers
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -48,6 +49,11 @@ RecipeName = Annotated[
 ]
 Work = Annotated[Path, typer.Option("--work", help="work directory; the same command again resumes in it")]
 Out = Annotated[Path, typer.Option("--out", help="directory of the finished checkpoint")]
+Count = Annotated[
+    int, typer.Option("--workers", min=0, help="processes that encode; 0: one per GPU, or this one alone without")
+]
+Place = Annotated[Literal["local", "ray"], typer.Option("--engine", help="on this machine, or on a Ray cluster")]
+Address = Annotated[str, typer.Option("--address", help="the Ray cluster's HOST:PORT; auto: the one of this host")]
 Tp = Annotated[int, typer.Option("--tp", min=1, help="tensor-parallel ranks")]
 
 
@@ -75,7 +81,14 @@ def plan(
 
 
 @app.command()
-def measure(source: Source, recipe: RecipeName, work: Work) -> None:
+def measure(
+    source: Source,
+    recipe: RecipeName,
+    work: Work,
+    workers: Count = 0,
+    engine: Place = "local",
+    address: Address = "auto",
+) -> None:
     """Stream the model, encode every expert at every width, record its cost.
 
     Example: keys35 measure SRC --recipe R --work W
@@ -83,9 +96,10 @@ def measure(source: Source, recipe: RecipeName, work: Work) -> None:
     from keys35.recipe import load_recipe
     from keys35.stages.job import open_job
     from keys35.stages.measure import measure as run_measure
+    from keys35.stages.workers import Workers
 
     with open_job(source, load_recipe(recipe), work) as job, voice.progress(job.work) as progress:
-        run_measure(job, progress)
+        run_measure(job, progress, Workers(workers, engine, address))
 
 
 @app.command()
@@ -103,16 +117,19 @@ def allocate(work: Work) -> None:
 
 
 @app.command()
-def quantize(work: Work) -> None:
+def quantize(
+    work: Work, workers: Count = 0, engine: Place = "local", address: Address = "auto"
+) -> None:
     """Bring everything to its final width; nothing is encoded twice.
 
     Example: keys35 quantize --work W
     """
     from keys35.stages.job import resume_job
     from keys35.stages.quantize import quantize as run_quantize
+    from keys35.stages.workers import Workers
 
     with resume_job(work) as job, voice.progress(job.work) as progress:
-        run_quantize(job, progress)
+        run_quantize(job, progress, Workers(workers, engine, address))
 
 
 @app.command()
@@ -176,14 +193,24 @@ def validate(
 
 
 @app.command()
-def run(source: Source, recipe: RecipeName, work: Work, out: Out, tp: Tp = 4) -> None:
+def run(
+    source: Source,
+    recipe: RecipeName,
+    work: Work,
+    out: Out,
+    tp: Tp = 4,
+    workers: Count = 0,
+    engine: Place = "local",
+    address: Address = "auto",
+) -> None:
     """All of it, in order, resuming what is unfinished.
 
-    Example: keys35 run SRC --recipe R --work W --out OUT
+    Example: keys35 run SRC --recipe R --work W --out OUT --workers 8
     """
     from keys35.recipe import load_recipe
+    from keys35.stages.workers import Workers
 
-    _run(source, load_recipe(recipe), work, out, tp)
+    _run(source, load_recipe(recipe), work, out, tp, Workers(workers, engine, address))
 
 
 @app.command()
@@ -294,7 +321,9 @@ def fetch(
     voice.result({"repo": repo, "revision": pinned, "to": to, "files": done.files, "bytes": done.bytes})
 
 
-def _run(source: Path, recipe: "Recipe", work: Path, out: Path, tp: int) -> dict:
+def _run(
+    source: Path, recipe: "Recipe", work: Path, out: Path, tp: int, workers: "Workers | None" = None
+) -> dict:
     from keys35.report.terminal import show_plan, show_run
     from keys35.stages.job import open_job
     from keys35.stages.pipeline import run as run_all
@@ -303,7 +332,7 @@ def _run(source: Path, recipe: "Recipe", work: Path, out: Path, tp: int) -> dict
     with open_job(source, recipe, work) as job:
         show_plan(voice.console, make_plan(source, recipe, work, tp))
         with voice.progress(job.work) as progress:
-            result = run_all(job, out, progress, tp)
+            result = run_all(job, out, progress, tp, workers)
     voice.result(result, show_run)
     voice.say(f"[green]passed[/green] the finished checkpoint is in {out}")
     return result

@@ -62,3 +62,9 @@ class PublishError(Keys35Error):
     """Something must not be published as it is, or the hub refused, stayed away or holds other bytes."""
 
     exit_code = 11
+
+
+class WorkerError(Keys35Error):
+    """Workers cannot be had, or die again and again over one unit of work."""
+
+    exit_code = 12

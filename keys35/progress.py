@@ -2,9 +2,9 @@
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Generic, TypeVar
 
 from keys35.files.atomic import write_json
 from keys35.files.ledger import Workdir
@@ -16,7 +16,10 @@ HEARTBEAT = "progress.json"
 
 @dataclass(frozen=True)
 class Tick:
-    """Where a stage stands. `kept` of `done` were found finished from an earlier run; times are Unix seconds."""
+    """Where a stage stands. `kept` of `done` were found finished from an earlier run; times are Unix seconds.
+
+    workers: what each of them does, as JSON values; empty where the stage has none.
+    """
 
     stage: str
     done: int
@@ -26,6 +29,7 @@ class Tick:
     started: float
     updated: float
     pid: int
+    workers: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def rate(self) -> float:
@@ -54,20 +58,42 @@ class Progress:
         items = list(units)
         if not items:
             return
-        started, kept = time.time(), 0
-        self._report(Tick(stage, 0, len(items), 0, "", started, time.time(), os.getpid()))
-        for done, item in enumerate(items, 1):
+        meter = self.meter(stage, len(items))
+        for item in items:
             step = Step(item)
             yield step
             release()
-            kept += step.kept
-            self._report(Tick(stage, done, len(items), kept, note(item), started, time.time(), os.getpid()))
+            meter.count(note(item), step.kept)
+
+    def meter(self, stage: str, total: int) -> "Meter":
+        """Count a stage's units one by one, in whatever order they end."""
+        return Meter(self._report, stage, total)
 
     def _report(self, tick: Tick) -> None:
         if self._show:
             self._show(tick)
         if self._work:
             write_json(self._work.path(HEARTBEAT), asdict(tick))
+
+
+class Meter:
+    """Reports a stage from its first unit to its last."""
+
+    def __init__(self, report: Callable[[Tick], None], stage: str, total: int) -> None:
+        self._report, self._stage, self._total = report, stage, total
+        self._started, self._done, self._kept, self._note = time.time(), 0, 0, ""
+        self.beat()
+
+    def count(self, note: str, kept: bool = False, workers: Sequence[dict[str, Any]] = ()) -> None:
+        """One more unit is finished, or was found finished (`kept`)."""
+        self._done, self._kept, self._note = self._done + 1, self._kept + kept, note
+        self.beat(workers)
+
+    def beat(self, workers: Sequence[dict[str, Any]] = ()) -> None:
+        """A sign of life between two units."""
+        times = self._started, time.time()
+        self._report(Tick(self._stage, self._done, self._total, self._kept, self._note, *times, os.getpid(),
+                          list(workers)))
 
 
 @dataclass

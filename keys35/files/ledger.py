@@ -116,6 +116,13 @@ class Workdir:
             return None
         return receipt if whole else None
 
+    def require(self, unit: str) -> dict[str, Any]:
+        """The data of a unit that must be finished; raises ResumeError naming it if it is not."""
+        receipt = self.receipt(unit)
+        if receipt is None:
+            raise ResumeError(f"{self.root}: '{unit}' is missing or damaged; run the same command again")
+        return receipt["data"]
+
     def units(self) -> list[str]:
         """Names of all units with a receipt, in order."""
         folder = self.root / RECEIPTS

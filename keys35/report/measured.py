@@ -17,6 +17,7 @@ MEASUREMENTS_FORMAT, MAKING_FORMAT = "keys35-measurements-v1", "keys35-making-v1
 DIGITS = 6
 NOT_IN_A_SUMMARY = ("per_window", "confidence")
 STARTED = "started"
+BEGUN = "begun"  # a unit was handed out; its time ends with the line that names its kind
 STEPS = {
     "captured": "calibration passes",
     "experts": "expert encoding and judging",
@@ -129,6 +130,8 @@ def making(work: Workdir) -> dict[str, Any]:
     machines: list[dict[str, Any]] = []
     last = None
     for event in work.events():
+        if event["event"] == BEGUN:
+            continue
         now = datetime.fromisoformat(event["time"]).timestamp()
         if event["event"] == STARTED:
             if "machine" in event and event["machine"] not in machines:

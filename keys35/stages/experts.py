@@ -70,7 +70,6 @@ def encode_experts(job: Job, unit: ExpertUnit, widths: Sequence[int], rows: Laye
         "fallback": sorted({item.name for item in jobs if encoded[item.name, widths[0]].fallback}),
     }
     job.work.commit(unit.name, files, data)
-    job.work.log("experts", unit=unit.name, widths=list(widths))
     return data
 
 

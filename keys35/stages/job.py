@@ -108,6 +108,16 @@ def resume_job(root: Path) -> Iterator[Job]:
         yield job
 
 
+def attach_job(root: Path) -> Job:
+    """The job that a driver holds open, for one of its workers: no lock is taken and no resume checked."""
+    work = Workdir.open(root, None)
+    facts = read_json(work.path(WHEREABOUTS))
+    recipe = Recipe.model_validate(facts["recipe"])
+    opened, config, dropped = read_source(Path(facts["source"]), recipe)
+    rules = profile_rules(census(config), recipe.output.profile)
+    return Job(opened, config, rules, dropped, recipe, load_text_set(recipe.calibration.set), work)
+
+
 def _guard(source: ShardedSource, recipe: Recipe, text: TextSet) -> dict[str, object]:
     return {
         "tool": __version__,

@@ -1,211 +1,41 @@
 """Measure: stream the model over calibration windows, encode every expert at every width, record what it costs."""
 
-from collections.abc import Callable
-from functools import lru_cache, partial
-from pathlib import Path
+from collections.abc import Iterator
+from functools import partial
 
-import torch
-from torch import Tensor
-
-from keys35.calibration.statistics import SHARED_INPUT, Capture, MoeRows
-from keys35.calibration.windows import WindowMaker, Windows, load_windows, save_windows, shares
-from keys35.errors import SourceError
-from keys35.files.atomic import load_tensors, save_tensors
-from keys35.glm.mtp import mtp_inputs
-from keys35.glm.names import FINAL_NORM
-from keys35.glm.weights import StoredLayer, WeightStore
 from keys35.progress import Progress
-from keys35.stages.experts import LayerRows, encode_experts
+from keys35.stages.capture import calibration_windows, capture, rows_file
 from keys35.stages.job import Job
-from keys35.stages.scan import broken_tensors
-from keys35.stages.sensitivity import measure_sensitivity
-from keys35.stages.states import States, read_states, save_states
-from keys35.stages.units import (
-    CALIBRATION,
-    SENSITIVITY,
-    ExpertUnit,
-    capture_unit,
-    expert_units,
-    layer_name,
-    load_recorded,
-    recorded_sha256,
-)
-
-SPLITS = ("fit", "selection")
+from keys35.stages.schedule import Step, carry_out
+from keys35.stages.sensitivity import conclude_sensitivity, sensitivity_parts
+from keys35.stages.units import SENSITIVITY, capture_unit, expert_units, sensitivity_unit
+from keys35.stages.workers import Workers, experts_task, open_workers, sensitivity_task
 
 
-def measure(job: Job, progress: Progress) -> None:
+def measure(job: Job, progress: Progress, workers: Workers | None = None) -> None:
     """Run or resume the whole measurement; every finished unit is in the ledger."""
-    windows = calibration_windows(job)
-    store = job.store
-    rows = lru_cache(maxsize=1)(lambda layer: layer_rows(job, store, layer, windows))
-    steps = [(layer, unit) for layer in job.config.layers for unit in [None, *_measured_units(job, layer)]]
-    for step in progress.walk("measure", [*steps, None], _note):
-        name, task = _task(job, store, windows, rows, step.unit)
-        step.kept = job.work.receipt(name) is not None
-        if not step.kept:
-            task()
-        if step.unit and step.unit[1] and step.unit[1] == expert_units(job, step.unit[0])[-1]:
-            rows_file(job, step.unit[0]).unlink(missing_ok=True)  # every candidate exists, nothing reads them again
+
+    def layer_finished(layer: int) -> None:
+        if layer in job.config.moe_layers:
+            rows_file(job, layer).unlink(missing_ok=True)  # every candidate exists, nothing reads them again
+
+    with open_workers(job, workers or Workers()) as pool:
+        carry_out(job, "measure", list(_steps(job)), pool, progress, layer_finished)
 
 
-def _task(
-    job: Job,
-    store: WeightStore,
-    windows: dict[str, Windows],
-    rows: Callable[[int], LayerRows],
-    step: tuple[int, ExpertUnit | None] | None,
-) -> tuple[str, Callable[[], object]]:
-    """A step's receipt and what produces it."""
-    if step is None:
-        return SENSITIVITY, partial(measure_sensitivity, job, store, windows["selection"])
-    layer, unit = step
-    if unit is None:
-        return capture_unit(layer), partial(_capture, job, store, layer, windows)
-    return unit.name, lambda: encode_experts(job, unit, job.recipe.experts.widths, rows(layer))
-
-
-def _measured_units(job: Job, layer: int) -> list[ExpertUnit]:
-    """MTP experts have one fixed width: they are captured here and encoded by `quantize`."""
-    return expert_units(job, layer) if layer in job.config.moe_layers else []
-
-
-def _note(step: tuple[int, ExpertUnit | None] | None) -> str:
-    if step is None:
-        return "layer weights"
-    layer, unit = step
-    return f"layer {layer}: calibration pass" if unit is None else f"layer {layer}: experts {unit.experts.start}+"
-
-
-def calibration_windows(job: Job) -> dict[str, Windows]:
-    """The sealed fit and selection windows, made on first use; raises PlanError when there is too little text."""
-    choice, work = job.recipe.calibration, job.work
-    end = job.config.eos_token_ids[0] if job.config.eos_token_ids else 0
-    maker = WindowMaker(job.source.root / "tokenizer.json", end, choice.window, job.recipe.seed)
-    folder = work.path("calibration")
-    if work.receipt(CALIBRATION) is None:
-        files: list[Path] = []
-        for split, total in zip(SPLITS, (choice.fit_windows, choice.selection_windows), strict=True):
-            made = maker.make(job.text, shares(job.text, total), split)
-            files += save_windows(folder / split, made, maker.tokenizer_sha256)
-        work.commit(CALIBRATION, files, {"set": job.text.name, "tokenizer_sha256": maker.tokenizer_sha256})
-    windows = {}
-    for split in SPLITS:
-        expected = recorded_sha256(job, CALIBRATION, folder / f"{split}.safetensors")
-        windows[split] = load_windows(folder / split, maker.tokenizer_sha256, expected)
-        _check_vocabulary(job, windows[split])
-    return windows
-
-
-def _check_vocabulary(job: Job, windows: Windows) -> None:
-    largest, size = int(windows.tokens.max()), job.config.vocab_size
-    if largest >= size:
-        raise SourceError(
-            f"tokenizer.json gives token {largest}, the model's vocabulary ends at {size - 1}: "
-            "it is another model's tokenizer"
-        )
-
-
-def _capture(job: Job, store: WeightStore, layer: int, windows: dict[str, Windows]) -> None:
-    """One layer's pass over all windows: states onward, Hessians of its linears, rows of its experts."""
-    weights = store.layer(layer)
-    before = _states_before(job, store, layer, weights, windows)
-    captures = {split: Capture(want_hessians=split == "fit") for split in SPLITS}
-    after = {s: before[s].advance(job.config, layer, weights, job.device, captures[s]) for s in SPLITS}
-    _require_finite(job, layer, after)
-    files = {}
-    hessians = {f"hessian.{name}": h for name, h in captures["fit"].hessians().items()}
-    files[hessian_file(job, layer)] = save_tensors(hessian_file(job, layer), hessians)
-    rows: dict[str, Tensor] = {}
-    data: dict[str, object] = {"carrier": captures["fit"].carrier}
-    for split, capture in captures.items():
-        found = capture.moe_rows()
-        rows |= found.tensors(split) if found else {}
-    if rows:
-        # Not among the receipt's files: deleted once the experts are encoded.
-        data["rows_sha256"] = save_tensors(rows_file(job, layer), rows)
-    if not job.config.is_mtp(layer):
-        files[_state_file(job, layer)] = save_states(_state_file(job, layer), after, _next_shares(job, layer))
-    job.work.commit(capture_unit(layer), files, data)
-    job.work.log("captured", layer=layer)
-    for done in (layer - 1, layer):
-        if not job.config.is_mtp(done + 1) and job.work.receipt(capture_unit(done + 1)) is not None:
-            _forget_states(job, done)
-
-
-def _require_finite(job: Job, layer: int, states: dict[str, States]) -> None:
-    """Refuse states that would poison every later Hessian, where they arise, and name the tensors behind them."""
-    if all(bool(torch.isfinite(part.x).all()) for part in states.values()):
-        return
-    names = [rule.source for rule in job.rules.values() if rule.layer in (layer, None)]
-    broken = [str(item) for item in broken_tensors(job.source, names)] or ["no weight of it: the arithmetic overflows"]
-    raise SourceError(f"layer {layer} gives values that are not finite, because of:\n  " + "\n  ".join(broken))
-
-
-def _forget_states(job: Job, layer: int) -> None:
-    """Drop states that the next layer's replace; the receipt is renewed first so that it stays whole."""
-    receipt = job.work.receipt(capture_unit(layer))
-    if receipt is not None:
-        keep = {hessian_file(job, layer): receipt["files"][0]["sha256"]}
-        job.work.commit(capture_unit(layer), keep, receipt["data"])
-    _state_file(job, layer).unlink(missing_ok=True)
-
-
-def _next_shares(job: Job, layer: int) -> bool:
-    return layer + 1 < job.config.num_hidden_layers and not job.config.has_indexer(layer + 1)
-
-
-def _states_before(
-    job: Job, store: WeightStore, layer: int, weights: StoredLayer, windows: dict[str, Windows]
-) -> dict[str, States]:
-    """States that enter a layer: embeddings, the previous layer's output, or an MTP layer's joined input."""
-    if layer == 0:
-        return {s: States.embedded(store, windows[s].tokens) for s in SPLITS}
-    previous = _states_after(job, store, min(layer, job.config.num_hidden_layers) - 1, windows)
-    if not job.config.is_mtp(layer):
-        return previous
-    norm = store.tensor(FINAL_NORM)
-    joined = {}
-    for split in SPLITS:
-        embedded = States.embedded(store, windows[split].tokens).x
-        pairs = ([x[None].to(job.device) for x in pair] for pair in zip(previous[split].x, embedded, strict=True))
-        inputs = [mtp_inputs(job.config, weights, *pair, norm)[0].cpu() for pair in pairs]
-        joined[split] = States.start(torch.stack(inputs))
-    return joined
-
-
-def _states_after(job: Job, store: WeightStore, layer: int, windows: dict[str, Windows]) -> dict[str, States]:
-    """A layer's outgoing states from disk; computed again from the last ones kept if they are gone."""
-    if _state_file(job, layer).exists():
-        return read_states(load_recorded(job, capture_unit(layer), _state_file(job, layer)), SPLITS)
-    weights = store.layer(layer)
-    before = _states_before(job, store, layer, weights, windows)
-    return {split: before[split].advance(job.config, layer, weights, job.device) for split in SPLITS}
-
-
-def layer_rows(job: Job, store: WeightStore, layer: int, windows: dict[str, Windows]) -> LayerRows:
-    """A captured layer's rows, ready to encode its experts on; captured again if they are gone."""
-    if not rows_file(job, layer).exists():
-        _capture(job, store, layer, windows)
-    receipt = job.work.receipt(capture_unit(layer))
-    tensors = load_tensors(rows_file(job, layer), expect_sha256=receipt["data"]["rows_sha256"] if receipt else None)
-    selection = MoeRows.from_tensors(tensors, "selection")
-    per_window = selection.x.shape[0] // len(windows["selection"])
-    domain = windows["selection"].domain.repeat_interleave(per_window)
-    hessian = load_recorded(job, capture_unit(layer), hessian_file(job, layer))[f"hessian.{SHARED_INPUT}"]
-    rows = LayerRows(MoeRows.from_tensors(tensors, "fit"), selection, domain, len(job.text.domains), hessian)
-    return rows.to(job.device)
-
-
-def hessian_file(job: Job, layer: int) -> Path:
-    """Mean x x^T of every distinct linear input of a layer."""
-    return job.work.path("hessians", f"{layer_name(layer)}.safetensors")
-
-
-def rows_file(job: Job, layer: int) -> Path:
-    """Inputs and routing of a layer's experts, kept until they are encoded."""
-    return job.work.path("rows", f"{layer_name(layer)}.safetensors")
-
-
-def _state_file(job: Job, layer: int) -> Path:
-    return job.work.path("states", f"{layer_name(layer)}.safetensors")
+def _steps(job: Job) -> Iterator[Step]:
+    """Layer by layer the calibration pass and the experts' units; behind them what the layers' errors are worth."""
+    windows, store, done = calibration_windows(job), job.store, lambda unit: job.work.receipt(unit) is not None
+    for layer in job.config.layers:
+        # MTP experts have one fixed width: they are captured here and encoded by `quantize`.
+        units = expert_units(job, layer) if layer in job.config.moe_layers else []
+        encoded = [done(unit.name) for unit in units]
+        captured = done(capture_unit(layer)) and (all(encoded) or rows_file(job, layer).exists())
+        yield Step(f"layer {layer}: calibration pass", layer, captured, partial(capture, job, store, layer, windows))
+        for unit, kept in zip(units, encoded, strict=True):
+            yield Step(f"layer {layer}: experts {unit.experts.start}+", layer, kept,
+                       experts_task(unit, job.recipe.experts.widths), "experts")
+    behind = max(job.config.layers) + 2  # far enough that every layer's experts are finished
+    for part in sensitivity_parts(windows["selection"], job.recipe):
+        yield Step(f"layer weights: part {part}", behind, done(sensitivity_unit(part)), sensitivity_task(part))
+    yield Step("layer weights", behind + 2, done(SENSITIVITY), partial(conclude_sensitivity, job, windows["selection"]))

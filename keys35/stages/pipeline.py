@@ -15,18 +15,21 @@ from keys35.stages.job import Job, refuse_nesting
 from keys35.stages.measure import measure
 from keys35.stages.quantize import quantize
 from keys35.stages.validate import held_out_panel, validate
+from keys35.stages.workers import Workers
 
 
-def run(job: Job, out: Path, progress: Progress, tp: int = 4) -> dict[str, Any]:
+def run(
+    job: Job, out: Path, progress: Progress, tp: int = 4, workers: Workers | None = None
+) -> dict[str, Any]:
     """measure -> allocate -> quantize -> assemble -> check -> validate -> baselines -> report; results by stage.
 
     Raises ContractError naming each broken rule if the finished checkpoint does not pass `check`.
     """
     refuse_nesting(job.source.root, out, job.work.root)
     held_out_panel(job.source.root, job.config, job.recipe)  # too little text is better known now than at the end
-    measure(job, progress)
+    measure(job, progress, workers)
     allocation = allocate(job)
-    quantize(job, progress)
+    quantize(job, progress, workers)
     report = assemble(job, out, progress)
     checked = check(out, reference=job.source.root)
     if checked.findings:

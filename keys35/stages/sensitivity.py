@@ -5,52 +5,80 @@ from torch import Tensor
 
 from keys35.calibration.windows import Windows
 from keys35.glm.stream import Head
-from keys35.glm.weights import WeightStore
+from keys35.glm.weights import Keep, WeightStore
+from keys35.recipe import Recipe
 from keys35.stages.candidates import Candidates
 from keys35.stages.job import Job
-from keys35.stages.states import States
-from keys35.stages.units import SENSITIVITY, expert_units
+from keys35.stages.states import WINDOWS_AT_ONCE_TOKENS, States
+from keys35.stages.units import SENSITIVITY, expert_units, sensitivity_unit
 
 LOGIT_ROWS = 256
 
 
-def measure_sensitivity(job: Job, store: WeightStore, selection: Windows) -> None:
-    """Record alpha[layer][domain]: nats of final KL per unit of the layer's summed expert error.
+def sensitivity_parts(selection: Windows, recipe: Recipe) -> range:
+    """The pass in parts, each a unit of work: the windows that go through a layer at once.
+
+    A copy per layer makes states a part's largest need, so parts bound memory whatever the number of windows.
+    """
+    return range(-(-len(_windows(selection, recipe)) // _at_once(recipe)))
+
+
+def _windows(selection: Windows, recipe: Recipe) -> Windows:
+    return selection.head(recipe.calibration.sensitivity_windows)
+
+
+def _at_once(recipe: Recipe) -> int:
+    return max(1, WINDOWS_AT_ONCE_TOKENS // recipe.calibration.window)
+
+
+def middle_width(recipe: Recipe) -> tuple[int, int]:
+    """Index and value of the candidate width that layers are perturbed with."""
+    middle = len(recipe.experts.widths) // 2
+    return middle, recipe.experts.widths[middle]
+
+
+def propagate_part(job: Job, store: WeightStore, selection: Windows, part: int) -> None:
+    """Record a part's KL per layer and domain, in nats summed over its tokens.
 
     Copy l runs layer l with all its experts at the middle candidate width and everything else unquantized, so
-    its KL against the unperturbed copy is what that layer's real encoding error costs. alpha is their ratio.
+    its KL against the unperturbed copy is what that layer's real encoding error costs.
     """
-    windows = selection.head(job.recipe.calibration.sensitivity_windows)
-    widths = job.recipe.experts.widths
-    middle = len(widths) // 2
-    copies = _propagate(job, store, windows, widths[middle])
+    windows, size = _windows(selection, job.recipe), _at_once(job.recipe)
+    rows = slice(part * size, (part + 1) * size)
+    windows = Windows(windows.tokens[rows], windows.domain[rows], windows.domains)
+    copies = _propagate(job, store, windows, middle_width(job.recipe)[1])
     head = Head.of_trunk(store)
-    kl = {layer: _kl_by_domain(head, windows, copies[None], copies[layer]) for layer in job.config.moe_layers}
-    alpha = {}
-    for layer, nats in kl.items():
+    kl = {str(layer): _kl_by_domain(head, windows, copies[None], copies[layer]).tolist()
+          for layer in job.config.moe_layers}
+    job.work.commit(sensitivity_unit(part), [], {"kl": kl})
+
+
+def conclude_sensitivity(job: Job, selection: Windows) -> None:
+    """Record alpha[layer][domain]: nats of final KL per unit of the layer's summed expert error."""
+    windows = _windows(selection, job.recipe)
+    middle, width = middle_width(job.recipe)
+    tokens = torch.bincount(windows.domain, minlength=len(windows.domains)) * windows.tokens.shape[1]
+    units = [sensitivity_unit(part) for part in sensitivity_parts(selection, job.recipe)]
+    parts = [job.work.require(unit)["kl"] for unit in units]
+    kl, alpha = {}, {}
+    for layer in job.config.moe_layers:
+        nats = sum(torch.tensor(part[str(layer)], dtype=torch.float64) for part in parts) / tokens
         error = torch.zeros(len(windows.domains), dtype=torch.float64)
         for unit in expert_units(job, layer):
-            receipt = job.work.receipt(unit.name)
-            assert receipt is not None, "sensitivity runs after every layer's experts"
-            error += torch.tensor(receipt["data"]["error"], dtype=torch.float64)[:, middle].sum(0)
-        alpha[layer] = (nats / error.clamp_min(torch.finfo(torch.float64).tiny)).tolist()
-    data = {
-        "width": widths[middle],
-        "windows": len(windows),
-        "domains": list(windows.domains),
-        "kl": {str(layer): nats.tolist() for layer, nats in kl.items()},
-        "alpha": {str(layer): values for layer, values in alpha.items()},
-    }
+            error += torch.tensor(job.work.require(unit.name)["error"], dtype=torch.float64)[:, middle].sum(0)
+        kl[str(layer)] = nats.tolist()
+        alpha[str(layer)] = (nats / error.clamp_min(torch.finfo(torch.float64).tiny)).tolist()
+    data = {"width": width, "windows": len(windows), "domains": list(windows.domains), "kl": kl, "alpha": alpha}
     job.work.commit(SENSITIVITY, [], data)
-    job.work.log("sensitivity", kl=data["kl"])
+    job.work.log("sensitivity", kl=kl)
 
 
 def _propagate(job: Job, store: WeightStore, windows: Windows, width: int) -> dict[int | None, States]:
-    """Final states of the unperturbed copy (None) and of one copy per MoE layer."""
+    """Final states of the unperturbed copy (None) and of one copy per MoE layer; each layer is read once."""
     start = States.embedded(store, windows.tokens)
     copies: dict[int | None, States] = {None: start}
     for layer in range(job.config.num_hidden_layers):
-        weights = store.layer(layer)
+        weights = store.layer(layer, Keep.PACKED)
         entered = copies[None]
         copies = {name: states.advance(job.config, layer, weights, job.device) for name, states in copies.items()}
         if layer in job.config.moe_layers:
@@ -60,7 +88,7 @@ def _propagate(job: Job, store: WeightStore, windows: Windows, width: int) -> di
 
 
 def _kl_by_domain(head: Head, windows: Windows, reference: States, copy: States) -> Tensor:
-    """Mean KL(reference || copy) in nats per domain, float64 (domains,)."""
+    """KL(reference || copy) in nats summed over tokens, per domain, float64 (domains,)."""
     total = torch.zeros(len(windows.domains), dtype=torch.float64)
     for index, domain in enumerate(windows.domain.tolist()):
         for rows in range(0, reference.x.shape[1], LOGIT_ROWS):
@@ -68,5 +96,4 @@ def _kl_by_domain(head: Head, windows: Windows, reference: States, copy: States)
             p = head(reference.x[index, part]).double().log_softmax(-1)
             q = head(copy.x[index, part]).double().log_softmax(-1)
             total[domain] += (p.exp() * (p - q)).sum(-1).sum().cpu()
-    tokens = torch.bincount(windows.domain, minlength=len(windows.domains)) * reference.x.shape[1]
-    return total / tokens
+    return total

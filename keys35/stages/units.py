@@ -45,6 +45,11 @@ def capture_unit(layer: int) -> str:
     return f"measure/capture/{layer_name(layer)}"
 
 
+def sensitivity_unit(part: int) -> str:
+    """Receipt of a few windows' pass through every perturbed copy of the model."""
+    return f"{SENSITIVITY}/part-{part:03d}"
+
+
 def dense_unit(layer: int) -> str:
     """Receipt of a layer's fixed-width dense linears."""
     return f"quantize/dense/{layer_name(layer)}"

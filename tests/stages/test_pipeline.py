@@ -81,12 +81,12 @@ def test_each_rank_reads_its_share(finished):
 
 def test_measured_error_is_the_layers_output_error(finished):
     """Recomputed in float64 straight from the definition, from the rows of a fresh calibration pass."""
-    from keys35.glm.weights import WeightStore
-    from keys35.stages.measure import calibration_windows, layer_rows
+    from keys35.stages.capture import calibration_windows, layer_rows, require_rows
 
     with resume_job(finished.work) as job:
         windows = calibration_windows(job)
-        rows = layer_rows(job, WeightStore(job.source, job.config), 1, windows)
+        require_rows(job, job.store, 1, windows)
+        rows = layer_rows(job, 1, windows)
         unit = expert_units(job, 1)[1]
         expert = unit.experts[0]
         measured = read_measured(job).error[0][expert]

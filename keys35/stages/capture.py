@@ -1,0 +1,159 @@
+"""The calibration pass: windows, states carried from layer to layer, Hessians, and the rows experts are encoded on."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from keys35.calibration.statistics import SHARED_INPUT, Capture, MoeRows
+from keys35.calibration.windows import WindowMaker, Windows, load_windows, save_windows, shares
+from keys35.errors import SourceError
+from keys35.files.atomic import load_tensors, save_tensors
+from keys35.glm.mtp import mtp_inputs
+from keys35.glm.names import FINAL_NORM
+from keys35.glm.weights import StoredLayer, WeightStore
+from keys35.stages.experts import LayerRows
+from keys35.stages.job import Job
+from keys35.stages.scan import broken_tensors
+from keys35.stages.states import States, read_states, save_states
+from keys35.stages.units import CALIBRATION, capture_unit, layer_name, load_recorded, recorded_sha256
+
+SPLITS = ("fit", "selection")
+
+
+def calibration_windows(job: Job) -> dict[str, Windows]:
+    """The sealed fit and selection windows, made on first use; raises PlanError when there is too little text."""
+    choice, work = job.recipe.calibration, job.work
+    end = job.config.eos_token_ids[0] if job.config.eos_token_ids else 0
+    maker = WindowMaker(job.source.root / "tokenizer.json", end, choice.window, job.recipe.seed)
+    folder = work.path("calibration")
+    if work.receipt(CALIBRATION) is None:
+        files: list[Path] = []
+        for split, total in zip(SPLITS, (choice.fit_windows, choice.selection_windows), strict=True):
+            made = maker.make(job.text, shares(job.text, total), split)
+            files += save_windows(folder / split, made, maker.tokenizer_sha256)
+        work.commit(CALIBRATION, files, {"set": job.text.name, "tokenizer_sha256": maker.tokenizer_sha256})
+    windows = {}
+    for split in SPLITS:
+        expected = recorded_sha256(job, CALIBRATION, folder / f"{split}.safetensors")
+        windows[split] = load_windows(folder / split, maker.tokenizer_sha256, expected)
+        _check_vocabulary(job, windows[split])
+    return windows
+
+
+def _check_vocabulary(job: Job, windows: Windows) -> None:
+    largest, size = int(windows.tokens.max()), job.config.vocab_size
+    if largest >= size:
+        raise SourceError(
+            f"tokenizer.json gives token {largest}, the model's vocabulary ends at {size - 1}: "
+            "it is another model's tokenizer"
+        )
+
+
+def capture(job: Job, store: WeightStore, layer: int, windows: dict[str, Windows]) -> None:
+    """One layer's pass over all windows: states onward, Hessians of its linears, rows of its experts."""
+    weights = store.layer(layer)
+    before = _states_before(job, store, layer, weights, windows)
+    captures = {split: Capture(want_hessians=split == "fit") for split in SPLITS}
+    after = {s: before[s].advance(job.config, layer, weights, job.device, captures[s]) for s in SPLITS}
+    _require_finite(job, layer, after)
+    files = {}
+    hessians = {f"hessian.{name}": h for name, h in captures["fit"].hessians().items()}
+    files[hessian_file(job, layer)] = save_tensors(hessian_file(job, layer), hessians)
+    rows: dict[str, Tensor] = {}
+    data: dict[str, object] = {"carrier": captures["fit"].carrier}
+    for split, capture in captures.items():
+        found = capture.moe_rows()
+        rows |= found.tensors(split) if found else {}
+    if rows:
+        # Not among the receipt's files: deleted once the experts are encoded.
+        data["rows_sha256"] = save_tensors(rows_file(job, layer), rows)
+    if not job.config.is_mtp(layer):
+        files[_state_file(job, layer)] = save_states(_state_file(job, layer), after, _next_shares(job, layer))
+    job.work.commit(capture_unit(layer), files, data)
+    job.work.log("captured", layer=layer)
+    for done in (layer - 1, layer):
+        if not job.config.is_mtp(done + 1) and job.work.receipt(capture_unit(done + 1)) is not None:
+            _forget_states(job, done)
+
+
+def _require_finite(job: Job, layer: int, states: dict[str, States]) -> None:
+    """Refuse states that would poison every later Hessian, where they arise, and name the tensors behind them."""
+    if all(bool(torch.isfinite(part.x).all()) for part in states.values()):
+        return
+    names = [rule.source for rule in job.rules.values() if rule.layer in (layer, None)]
+    broken = [str(item) for item in broken_tensors(job.source, names)] or ["no weight of it: the arithmetic overflows"]
+    raise SourceError(f"layer {layer} gives values that are not finite, because of:\n  " + "\n  ".join(broken))
+
+
+def _forget_states(job: Job, layer: int) -> None:
+    """Drop states that the next layer's replace; the receipt is renewed first so that it stays whole."""
+    receipt = job.work.receipt(capture_unit(layer))
+    if receipt is not None:
+        keep = {hessian_file(job, layer): receipt["files"][0]["sha256"]}
+        job.work.commit(capture_unit(layer), keep, receipt["data"])
+    _state_file(job, layer).unlink(missing_ok=True)
+
+
+def _next_shares(job: Job, layer: int) -> bool:
+    return layer + 1 < job.config.num_hidden_layers and not job.config.has_indexer(layer + 1)
+
+
+def _states_before(
+    job: Job, store: WeightStore, layer: int, weights: StoredLayer, windows: dict[str, Windows]
+) -> dict[str, States]:
+    """States that enter a layer: embeddings, the previous layer's output, or an MTP layer's joined input."""
+    if layer == 0:
+        return {s: States.embedded(store, windows[s].tokens) for s in SPLITS}
+    previous = _states_after(job, store, min(layer, job.config.num_hidden_layers) - 1, windows)
+    if not job.config.is_mtp(layer):
+        return previous
+    norm = store.tensor(FINAL_NORM)
+    joined = {}
+    for split in SPLITS:
+        embedded = States.embedded(store, windows[split].tokens).x
+        pairs = ([x[None].to(job.device) for x in pair] for pair in zip(previous[split].x, embedded, strict=True))
+        inputs = [mtp_inputs(job.config, weights, *pair, norm)[0].cpu() for pair in pairs]
+        joined[split] = States.start(torch.stack(inputs))
+    return joined
+
+
+def _states_after(job: Job, store: WeightStore, layer: int, windows: dict[str, Windows]) -> dict[str, States]:
+    """A layer's outgoing states from disk; computed again from the last ones kept if they are gone."""
+    if _state_file(job, layer).exists():
+        return read_states(load_recorded(job, capture_unit(layer), _state_file(job, layer)), SPLITS)
+    weights = store.layer(layer)
+    before = _states_before(job, store, layer, weights, windows)
+    return {split: before[split].advance(job.config, layer, weights, job.device) for split in SPLITS}
+
+
+def require_rows(job: Job, store: WeightStore, layer: int, windows: dict[str, Windows]) -> None:
+    """Capture a layer again if the rows of its experts are gone."""
+    if not rows_file(job, layer).exists():
+        capture(job, store, layer, windows)
+
+
+def layer_rows(job: Job, layer: int, windows: dict[str, Windows]) -> LayerRows:
+    """A captured layer's rows, ready to encode its experts on; raises ResumeError if they are gone or damaged."""
+    receipt = job.work.receipt(capture_unit(layer))
+    tensors = load_tensors(rows_file(job, layer), expect_sha256=receipt["data"]["rows_sha256"] if receipt else None)
+    selection = MoeRows.from_tensors(tensors, "selection")
+    per_window = selection.x.shape[0] // len(windows["selection"])
+    domain = windows["selection"].domain.repeat_interleave(per_window)
+    hessian = load_recorded(job, capture_unit(layer), hessian_file(job, layer))[f"hessian.{SHARED_INPUT}"]
+    rows = LayerRows(MoeRows.from_tensors(tensors, "fit"), selection, domain, len(job.text.domains), hessian)
+    return rows.to(job.device)
+
+
+def hessian_file(job: Job, layer: int) -> Path:
+    """Mean x x^T of every distinct linear input of a layer."""
+    return job.work.path("hessians", f"{layer_name(layer)}.safetensors")
+
+
+def rows_file(job: Job, layer: int) -> Path:
+    """Inputs and routing of a layer's experts, kept until they are encoded."""
+    return job.work.path("rows", f"{layer_name(layer)}.safetensors")
+
+
+def _state_file(job: Job, layer: int) -> Path:
+    return job.work.path("states", f"{layer_name(layer)}.safetensors")

@@ -1,0 +1,109 @@
+"""Units of work and who does them: the tasks a stage hands out, and the worker that does one by its name."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from keys35.engine.here import Here
+from keys35.engine.local import LocalCrew
+from keys35.engine.pool import Pool, open_pool
+from keys35.engine.task import Crew, Task
+from keys35.stages.capture import calibration_windows, layer_rows
+from keys35.stages.dense import encode_dense
+from keys35.stages.experts import encode_experts
+from keys35.stages.job import Job, attach_job
+from keys35.stages.sensitivity import propagate_part
+from keys35.stages.units import ExpertUnit, dense_unit, expert_units, sensitivity_unit
+
+FACTORY = f"{__name__}:open_worker"
+
+
+@dataclass(frozen=True)
+class Workers:
+    """How many workers, and where. count 0: one per GPU, or this process alone where there is at most one."""
+
+    count: int = 0
+    engine: Literal["local", "ray"] = "local"
+    address: str = "auto"
+
+
+def experts_task(unit: ExpertUnit, widths: Sequence[int]) -> Task:
+    """Encode a group of experts at some widths."""
+    return Task(unit.name, {"layer": unit.layer, "start": unit.experts.start, "widths": list(widths)})
+
+
+def dense_task(layer: int) -> Task:
+    """Encode a layer's dense linears."""
+    return Task(dense_unit(layer), {"layer": layer})
+
+
+def sensitivity_task(part: int) -> Task:
+    """Run a few windows through every perturbed copy of the model."""
+    return Task(sensitivity_unit(part), {"part": part})
+
+
+def unit_worker(job: Job) -> Callable[[Task], None]:
+    """What does the tasks above, reading what they need from the source and the work directory."""
+    store = job.store
+    windows = calibration_windows(job)
+    rows = lru_cache(maxsize=1)(lambda layer: layer_rows(job, layer, windows))
+
+    def work(task: Task) -> None:
+        match task.arguments:
+            case {"layer": layer, "start": start, "widths": widths}:
+                unit = next(unit for unit in expert_units(job, layer) if unit.experts.start == start)
+                encode_experts(job, unit, widths, rows(layer))
+            case {"layer": layer}:
+                encode_dense(job, layer)
+            case {"part": part}:
+                propagate_part(job, store, windows["selection"], part)
+
+    return work
+
+
+def open_worker(root: str) -> Callable[[Task], None]:
+    """A worker of the job in a work directory; the factory that crews name."""
+    return unit_worker(attach_job(Path(root)))
+
+
+@contextmanager
+def open_workers(job: Job, workers: Workers) -> Iterator[Pool | Here]:
+    """Workers for one stage, which end with the block; every task that begins is in the log."""
+    calibration_windows(job)  # made once, before workers look for them
+
+    def begun(task: Task, where: str) -> None:
+        job.work.log("begun", unit=task.unit, worker=where)
+
+    gpus = torch.cuda.device_count()
+    if workers.engine == "local" and (workers.count or gpus) <= 1:
+        yield Here(unit_worker(job), begun)
+        return
+    with open_pool(_crew(job, workers, gpus), begun) as pool:
+        yield pool
+
+
+def _crew(job: Job, workers: Workers, gpus: int) -> Crew:
+    root = str(job.work.root)
+    if workers.engine == "ray":
+        from keys35.engine.cluster import RayCrew
+
+        return RayCrew(FACTORY, root, workers.address, workers.count)
+    count = workers.count or gpus
+    return LocalCrew(FACTORY, root, [_environment(slot, count, gpus) for slot in range(count)])
+
+
+def _environment(slot: int, count: int, gpus: int) -> dict[str, str]:
+    """A worker's GPU, or its share of the cores."""
+    threads = str(max(1, len(os.sched_getaffinity(0)) // count))
+    shared = {"OMP_NUM_THREADS": threads, "NUMBA_NUM_THREADS": threads}
+    if not gpus:
+        return shared
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    device = visible[slot % gpus] if visible != [""] else str(slot % gpus)
+    return shared | {"CUDA_VISIBLE_DEVICES": device}

@@ -1,0 +1,29 @@
+"""A worker's work without a model: one file per unit, written slowly enough to be killed in the middle."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from keys35.engine.task import Task
+from keys35.errors import EncodeError
+
+
+def open_filing(root: str) -> Callable[[Task], None]:
+    if root == "nowhere":
+        raise EncodeError("nowhere is no place to work")
+
+    def work(task: Task) -> None:
+        match task.arguments.get("do"):
+            case "refuse":
+                raise EncodeError(f"{task.unit} cannot be encoded")
+            case "fail":
+                raise ZeroDivisionError("a fault")
+            case "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(task.arguments.get("seconds", 0))
+        print("noise on stdout")
+        Path(root, task.unit).write_text(f"{task.unit} {os.environ.get('SLOT')}")
+
+    return work
