@@ -16,13 +16,14 @@ log = logging.getLogger(__name__)
 DEATHS_PER_TASK = 6
 STARTS_IN_VAIN = 20
 HEARTBEAT_S = 5.0
+STARTING = "starting"
 
 
 @dataclass
 class _Slot:
     """What the pool knows of one worker. `idle` and `task` are both unset while it starts."""
 
-    where: str = "starting"
+    where: str = STARTING
     idle: bool = False
     task: Task | None = None
     since: float = 0.0
@@ -109,8 +110,8 @@ class Pool:
         """Start another worker in a dead one's place and put its task first."""
         slot = self._slots[number]
         task, slot.task, slot.idle = slot.task, None, False
-        slot.deaths += 1
         log.warning("worker %s: %s, %s", slot.where, reason, f"{task.unit} is done again" if task else "it had no task")
+        slot.where, slot.deaths = STARTING, slot.deaths + 1
         if task:
             self._queue.appendleft(task)
             self._deaths[task.unit] += 1
