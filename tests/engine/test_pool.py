@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from keys35.engine import pool as engine
 from keys35.engine.local import LocalCrew
 from keys35.engine.pool import DEATHS_PER_TASK, STARTING, Pool, open_pool
 from keys35.engine.task import Task
@@ -46,7 +47,8 @@ def test_every_task_is_done_once_by_workers_in_their_own_environment(tmp_path: P
     assert sum(state.done for state in states) == 12 and all(state.deaths == 0 for state in states)
 
 
-def test_workers_killed_twenty_times_at_random_moments(tmp_path: Path) -> None:
+def test_workers_killed_twenty_times_at_random_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "DEATHS_PER_TASK", 21)
     chance, begun = random.Random(35), []
     workers = crew(tmp_path, 3)
     with open_pool(workers, lambda task, where: begun.append(task.unit)) as pool:
