@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -29,7 +30,9 @@ from keys35.files.headers import (
 )
 
 PARTIAL = ".partial"
-CHUNK_BYTES = 1 << 24
+CHUNK_BYTES = 1 << 23
+WRITE_BEHIND_BYTES = 1 << 26
+DROP_CACHE_BYTES = 1 << 20
 FULL = (errno.ENOSPC, errno.EDQUOT)
 REDO = "delete it and run the same command again, the unit it belongs to is redone"
 
@@ -112,6 +115,15 @@ def read_json(path: Path, error: type[Keys35Error] = ResumeError, remedy: str = 
         raise error(f"{path}: is not complete JSON ({cause}); {remedy}") from cause
 
 
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What a receipt records of a file whose tensors are read one by one: SHA-256 of all, of its header, of each."""
+
+    sha256: str
+    header: str
+    tensors: dict[str, str]
+
+
 def save_tensors(
     path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None = None
 ) -> str:
@@ -120,9 +132,22 @@ def save_tensors(
     Views and tensors that share memory are written as separate contiguous copies; wide dtypes come first,
     then names in order, so that every tensor is aligned and the same input gives the same bytes.
     """
+    return _save(path, tensors, metadata or {}, None)
+
+
+def save_pieces(path: Path, tensors: Mapping[str, torch.Tensor]) -> Saved:
+    """The same for tensors that are later read one by one, each of which gets a hash of its own."""
+    each: dict[str, str] = {}
+    digest = _save(path, tensors, {}, each)
+    return Saved(digest, read_header(path).digest, each)
+
+
+def _save(
+    path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str], each: dict[str, str] | None
+) -> str:
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     layout = [(name, SAFETENSORS_NAME[tensors[name].dtype], tuple(tensors[name].shape)) for name in order]
-    return write_safetensors(path, layout, (tensor_bytes(tensors[name]) for name in order), metadata or {})[1]
+    return write_safetensors(path, layout, (tensor_bytes(tensors[name]) for name in order), metadata, each)[1]
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
@@ -131,34 +156,76 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(flat.view(torch.uint8).numpy())
 
 
+Contents = bytes | memoryview | Iterator[memoryview]
+"""A tensor's bytes, at once or in pieces."""
+
+
 def write_safetensors(
     path: Path,
     layout: Sequence[tuple[str, str, tuple[int, ...]]],
-    contents: Iterable[bytes | memoryview],
+    contents: Iterable[Contents],
     metadata: dict[str, str],
+    each: dict[str, str] | None = None,
 ) -> tuple[int, str]:
     """Stream tensors (name, dtype, shape) and their bytes into one file; return its size and SHA-256.
 
-    `contents` is consumed one tensor at a time. PlanError for duplicate names, a tensor that would not be
-    aligned to its element size in this order, or bytes that do not match their shape.
+    `contents` is consumed one piece at a time; `each` is filled with every tensor's SHA-256. PlanError for
+    duplicate names, a tensor that would not be aligned to its element size in this order, or bytes that do not
+    match their shape.
     """
     _check_layout(path, layout)
     header = pack_header(layout, metadata)
     size = len(header) + sum(tensor_nbytes(dtype, shape) for _, dtype, shape in layout)
-    digest = hashlib.sha256(header)
     with replacing(path, size) as file:
-        file.write(header)
+        out = _Hashed(file)
+        out.write(header)
         for (name, dtype, shape), data in zip(layout, contents, strict=True):
-            view = memoryview(data).cast("B")
-            need = tensor_nbytes(dtype, shape)
-            if len(view) != need:
-                raise PlanError(f"{path}: {name} is {dtype} {list(shape)}, {need} bytes, but {len(view)} "
+            need, done, own = tensor_nbytes(dtype, shape), 0, hashlib.sha256()
+            for piece in _pieces(data):
+                out.write(piece)
+                done += len(piece)
+                if each is not None:
+                    own.update(piece)
+            if done != need:
+                raise PlanError(f"{path}: {name} is {dtype} {list(shape)}, {need} bytes, but {done} "
                                 "were produced; nothing was written under this name")
-            for start in range(0, len(view), CHUNK_BYTES):
-                piece = view[start : start + CHUNK_BYTES]
-                digest.update(piece)
-                file.write(piece)
-    return size, digest.hexdigest()
+            if each is not None:
+                each[name] = own.hexdigest()
+    return size, out.digest.hexdigest()
+
+
+class _Hashed:
+    """A file that is hashed while it is written, and whose pages leave the cache as soon as they are on disk."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.digest = file, hashlib.sha256()
+        self._written = self._told = 0
+
+    def write(self, piece: bytes | memoryview) -> None:
+        self.digest.update(piece)
+        self._file.write(piece)
+        self._written += len(piece)
+        if self._written - self._told >= WRITE_BEHIND_BYTES:
+            # Linux starts to write dirty pages of the range and drops clean ones; nothing waits.
+            os.posix_fadvise(self._file.fileno(), 0, self._written, os.POSIX_FADV_DONTNEED)
+            self._told = self._written
+
+
+def _pieces(data: Contents) -> Iterator[memoryview]:
+    """A tensor's bytes in pieces of at most CHUNK_BYTES."""
+    for part in data if isinstance(data, Iterator) else [data]:
+        view = memoryview(part).cast("B")
+        yield from (view[start : start + CHUNK_BYTES] for start in range(0, len(view), CHUNK_BYTES))
+
+
+def read_pieces(fd: int, path: Path, start: int, count: int) -> Iterator[memoryview]:
+    """Bytes `start` to `start + count` of an open file in pieces of at most CHUNK_BYTES; read pages are dropped."""
+    for first in range(start, start + count, CHUNK_BYTES):
+        view = memoryview(bytearray(min(CHUNK_BYTES, start + count - first)))
+        read_exact(fd, path, first, view)
+        yield view
+    if count >= DROP_CACHE_BYTES:
+        os.posix_fadvise(fd, start, count, os.POSIX_FADV_DONTNEED)
 
 
 def _check_layout(path: Path, layout: Sequence[tuple[str, str, tuple[int, ...]]]) -> None:

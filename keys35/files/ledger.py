@@ -10,13 +10,13 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from keys35.errors import ResumeError
-from keys35.files.atomic import PARTIAL, read_json, sha256_file, write_json
+from keys35.files.atomic import PARTIAL, Saved, read_json, sha256_file, write_json
 
 LOG = logging.getLogger(__name__)
 SCHEMA = 1
@@ -92,14 +92,18 @@ class Workdir:
                 raise ResumeError(f"{self.root}: {'/'.join(parts)!r} is no legal name in a work directory")
         return self.root.joinpath(*parts)
 
-    def commit(self, unit: str, files: Sequence[Path] | Mapping[Path, str], data: dict[str, Any]) -> None:
+    def commit(
+        self, unit: str, files: Sequence[Path] | Mapping[Path, str] | Mapping[Path, Saved], data: dict[str, Any]
+    ) -> None:
         """Declare a unit done: record size and SHA-256 of its finished files, and JSON `data`.
 
-        A mapping from file to SHA-256 saves hashing again what was hashed while it was written.
+        A mapping from file to SHA-256 saves hashing again what was hashed while it was written; `Saved` also
+        records every tensor's.
         """
         hashes = files if isinstance(files, Mapping) else {path: sha256_file(path) for path in files}
-        entries = [{"path": Path(path).absolute().relative_to(self.root).as_posix(),
-                    "size": os.stat(path).st_size, "sha256": digest} for path, digest in hashes.items()]
+        entries = [{"path": Path(path).absolute().relative_to(self.root).as_posix(), "size": os.stat(path).st_size,
+                    **(asdict(digest) if isinstance(digest, Saved) else {"sha256": digest})}
+                   for path, digest in hashes.items()]
         write_json(self._receipt_path(unit), {"unit": unit, "files": entries, "data": data})
 
     def receipt(self, unit: str) -> dict[str, Any] | None:

@@ -1,11 +1,14 @@
 """Shards of the output, streamed one tensor at a time, and the index over them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from keys35.errors import PlanError
-from keys35.files.atomic import write_json, write_safetensors
+from keys35.files.ahead import ahead
+from keys35.files.atomic import Contents, write_json, write_safetensors
 from keys35.files.headers import tensor_nbytes
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -13,12 +16,12 @@ INDEX_NAME = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor to be written: safetensors dtype, shape, and a call that makes its bytes in its turn."""
+    """One tensor to be written: safetensors dtype, shape, and a call that makes its bytes, whole or in pieces."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    read: Callable[[], bytes | memoryview]
+    read: Callable[[], Contents]
 
     @property
     def nbytes(self) -> int:
@@ -44,18 +47,28 @@ def shard_name(number: int, total: int) -> str:
 def write_shard(
     path: Path, specs: Sequence[TensorSpec], metadata: dict[str, str] | None = None
 ) -> ShardReceipt:
-    """Stream one shard to disk atomically, hashing on the way, with at most one tensor in memory.
+    """Stream one shard to disk atomically, hashing on the way; the next pieces are read while these are written.
 
-    Tensors keep the order given; metadata defaults to {"format": "pt"}. PlanError if a producer's bytes do
-    not match its dtype and shape; ResumeError with the needed and free bytes if the disk fills up. In both
-    cases nothing is left under the final name.
+    Tensors keep the order given; metadata defaults to {"format": "pt"}. At most two tensors are in memory, of large
+    ones that come in pieces only a few of those. PlanError if a producer's bytes do not match its dtype and shape;
+    ResumeError with the needed and free bytes if the disk fills up. In both cases nothing is left under the final name.
     """
     layout = [(spec.name, spec.dtype, spec.shape) for spec in specs]
-    contents = (spec.read() for spec in specs)
     metadata = {"format": "pt"} if metadata is None else metadata
-    size, digest = write_safetensors(path, layout, contents, metadata)
+    with closing(ahead(_flat(specs), depth=1)) as pieces:
+        contents = (takewhile(lambda piece: piece is not None, pieces) for _ in specs)
+        size, digest = write_safetensors(path, layout, contents, metadata)
     total = sum(spec.nbytes for spec in specs)
     return ShardReceipt(Path(path).name, size, digest, tuple(spec.name for spec in specs), total)
+
+
+def _flat(specs: Sequence[TensorSpec]) -> Iterator[bytes | memoryview | None]:
+    """All tensors' pieces in order; None ends a tensor."""
+    for spec in specs:
+        data = spec.read()
+        yield from data if isinstance(data, Iterator) else [data]
+        del data  # not kept while the next one is read
+        yield None
 
 
 def write_index(path: Path, receipts: Sequence[ShardReceipt], total_size: int) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from keys35.errors import SourceError
-from keys35.files.atomic import PARTIAL, read_json, sha256_file
+from keys35.files.atomic import DROP_CACHE_BYTES, PARTIAL, read_json, read_pieces, sha256_file
 from keys35.files.headers import (
     TORCH_DTYPE,
     ShardHeader,
@@ -33,7 +33,6 @@ from keys35.files.shards import INDEX_NAME
 SINGLE_NAME = "model.safetensors"
 WHOLE_HASH_BYTES = 64 << 20
 SAMPLES, SAMPLE_BYTES = 16, 1 << 16
-DROP_CACHE_BYTES = 1 << 20
 PICKLES = {".bin", ".pt", ".pth", ".ckpt"}
 WEIGHTS = PICKLES | {".safetensors", ".gguf", ".h5", ".msgpack", ".onnx", PARTIAL}
 NOT_CARRIED = {"config.json", "quantization_config.json"}
@@ -112,6 +111,12 @@ class ShardedSource:
         tensor = self._find(name)
         with self._opened(tensor, tensor.entry.nbytes) as fd:
             return read_range(fd, tensor.file, tensor.entry.start, tensor.entry.nbytes)
+
+    def pieces(self, name: str) -> Iterator[memoryview]:
+        """One tensor's exact bytes in pieces of a few MiB, for tensors that are only copied."""
+        tensor = self._find(name)
+        with self._opened(tensor, tensor.entry.nbytes) as fd:
+            yield from read_pieces(fd, tensor.file, tensor.entry.start, tensor.entry.nbytes)
 
     def fingerprint(self) -> dict[str, str]:
         """Identify the checkpoint's content: file name to a line of size, header hash and content hash.

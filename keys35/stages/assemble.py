@@ -1,6 +1,9 @@
 """Assemble: the shards, their index, both configs and the report, each file complete or absent."""
 
+import os
 from collections import Counter
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
 from fractions import Fraction
 from pathlib import Path
@@ -8,7 +11,7 @@ from pathlib import Path
 from keys35 import __version__
 from keys35.errors import PlanError
 from keys35.exl3.codebook import MARKERS
-from keys35.files.atomic import PARTIAL, require_space, sha256_file, write_bytes, write_json
+from keys35.files.atomic import PARTIAL, read_pieces, require_space, sha256_file, write_bytes, write_json
 from keys35.files.headers import read_header
 from keys35.files.shards import INDEX_NAME, ShardReceipt, shard_name, write_index, write_shard
 from keys35.files.source import ShardedSource
@@ -27,6 +30,7 @@ LATER = {QUALITY, "README.md", "SOURCE_README.md"}
 LATER |= {"KEYS35_REPORT.html", "KEYS35_MEASUREMENTS.json", "KEYS35_MAKING.json"}
 FORMAT = "keys35-v1"
 HEAD_BITS = 16
+SHARDS_AT_ONCE = 4
 
 
 def assemble(job: Job, out: Path, progress: Progress) -> dict[str, object]:
@@ -40,10 +44,12 @@ def assemble(job: Job, out: Path, progress: Progress) -> dict[str, object]:
     for rule in job.rules.values():
         shards[shard_of(rule, job.config, total)].append(rule)
     _prepare(job, out, total)
-    receipts = []
-    for step in progress.walk("assemble", range(total), lambda number: shard_name(number + 1, total)):
-        receipt, step.kept = _shard(job, pieces, out, shard_name(step.unit + 1, total), shards[step.unit])
-        receipts.append(receipt)
+    named = {shard_name(number + 1, total): rules for number, rules in enumerate(shards)}
+    meter, receipts = progress.meter("assemble", total), {}
+    for receipt, kept in write_shards(job, pieces, out, named):
+        receipts[receipt.file] = receipt
+        meter.count(receipt.file, kept)
+    receipts = [receipts[name] for name in named]
     write_index(out / INDEX_NAME, receipts, sum(r.tensor_bytes for r in receipts))
     _side_files(job, out)
     quantization = _write_configs(job, pieces, out, receipts)
@@ -51,6 +57,19 @@ def assemble(job: Job, out: Path, progress: Progress) -> dict[str, object]:
     write_json(out / REPORT, report)
     job.work.log("assembled", out=str(out), bytes=sum(r.size for r in receipts))
     return report
+
+
+def write_shards(
+    job: Job, pieces: Pieces, out: Path, shards: Mapping[str, list[TensorRule]]
+) -> Iterator[tuple[ShardReceipt, bool]]:
+    """Write shards, some at a time, and yield each with whether it was found finished, in the order they end."""
+    with ThreadPoolExecutor(min(SHARDS_AT_ONCE, os.cpu_count() or 1)) as threads:
+        running = [threads.submit(_shard, job, pieces, out, name, rules) for name, rules in shards.items()]
+        try:
+            for future in as_completed(running):
+                yield future.result()
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _prepare(job: Job, out: Path, total: int) -> None:
@@ -96,8 +115,8 @@ def _compare_carried(source: ShardedSource, path: Path, rules: list[TensorRule])
         for rule in rules:
             if rule.role is Role.CARRIED:
                 entry = header.entries[rule.name]
-                file.seek(entry.start)
-                if file.read(entry.nbytes) != source.raw(rule.source):
+                written = read_pieces(file.fileno(), path, entry.start, entry.nbytes)
+                if any(a != b for a, b in zip(written, source.pieces(rule.source), strict=True)):
                     raise PlanError(f"{path}: {rule.name} was read back differently from the source: check the disk")
 
 

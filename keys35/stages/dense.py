@@ -5,7 +5,7 @@ from torch import Tensor
 
 from keys35.errors import ResumeError
 from keys35.exl3.encode import LinearJob, encode_group
-from keys35.files.atomic import save_tensors
+from keys35.files.atomic import save_pieces
 from keys35.glm.names import Role, TensorRule
 from keys35.stages.capture import hessian_file
 from keys35.stages.job import Job
@@ -36,8 +36,8 @@ def encode_dense(job: Job, layer: int) -> None:
         errors[item.name] = result.proxy_error
     fallback = [item.name for item in jobs if encoded[item.name, bits].fallback]
     path = dense_file(job, layer)
-    digest = save_tensors(path, tensors)
-    job.work.commit(dense_unit(layer), {path: digest}, {"bits": bits, "proxy_error": errors, "fallback": fallback})
+    saved = save_pieces(path, tensors)
+    job.work.commit(dense_unit(layer), {path: saved}, {"bits": bits, "proxy_error": errors, "fallback": fallback})
 
 
 def _weight(job: Job, rule: TensorRule) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from keys35.calibration.statistics import MoeRows, expert_hessians
 from keys35.exl3.encode import LinearJob, encode_group
 from keys35.exl3.linear import EncodedLinear, decode_weight
-from keys35.files.atomic import save_tensors
+from keys35.files.atomic import save_pieces
 from keys35.glm.layer import gated_mlp
 from keys35.glm.names import PROJECTIONS
 from keys35.stages.job import Job
@@ -54,7 +54,7 @@ def encode_experts(job: Job, unit: ExpertUnit, widths: Sequence[int], rows: Laye
         for item in jobs:
             tensors |= encoded[item.name, width].tensors(item.name)
         path = unit.file(job, width)
-        files[path] = save_tensors(path, tensors)
+        files[path] = save_pieces(path, tensors)
     judged = [_judge(job, unit, expert, weights[expert], encoded, widths, rows) for expert in unit.experts]
     data = {
         "experts": list(unit.experts),

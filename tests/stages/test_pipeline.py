@@ -10,6 +10,7 @@ from small import small_recipe
 
 from keys35.errors import PlanError, ResumeError
 from keys35.exl3.linear import decode_weight
+from keys35.files.headers import read_header
 from keys35.progress import Progress
 from keys35.stages.allocate import ALLOCATION, read_measured
 from keys35.stages.assemble import assemble
@@ -160,10 +161,11 @@ def test_a_changed_piece_is_never_published(finished, tmp_path):
     with resume_job(finished.work) as job:
         path = ExpertUnit(1, range(2, 4)).file(job, 3)
         widths = json.loads((finished.work / ALLOCATION).read_text())["sets"]["allocation"]["widths"][0]
-        assert 3 in widths[2:]
+        chosen = 2 + widths[2:].index(3)
+        entry = read_header(path).entries[f"model.layers.1.mlp.experts.{chosen}.up_proj.trellis"]
         before = path.read_bytes()
         try:
-            path.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+            path.write_bytes(before[: entry.end - 1] + bytes([before[entry.end - 1] ^ 1]) + before[entry.end :])
             with pytest.raises(ResumeError, match="does not match its receipt"):
                 assemble(job, tmp_path / "out", Progress())
         finally:
