@@ -23,8 +23,8 @@ proof: $(READY_DEV)
 
 checkpoint: $(READY)
 	@test -n "$(MODEL)" -a -n "$(RECIPE)" -a -n "$(WORK)" -a -n "$(OUT)" || \
-	  { echo "usage: make checkpoint MODEL=dir RECIPE=glm-5.3-2.75bpw WORK=dir OUT=dir"; exit 2; }
-	$(BIN)/keys35 run "$(MODEL)" --recipe "$(RECIPE)" --work "$(WORK)" --out "$(OUT)"
+	  { echo "usage: make checkpoint MODEL=dir RECIPE=glm-5.3-2.75bpw WORK=dir OUT=dir [WORKERS=n]"; exit 2; }
+	$(BIN)/keys35 run "$(MODEL)" --recipe "$(RECIPE)" --work "$(WORK)" --out "$(OUT)" --workers $(or $(WORKERS),0)
 
 lint: $(READY_DEV)
 	$(BIN)/ruff check keys35 tests

@@ -54,6 +54,13 @@ Count = Annotated[
 ]
 Place = Annotated[Literal["local", "ray"], typer.Option("--engine", help="on this machine, or on a Ray cluster")]
 Address = Annotated[str, typer.Option("--address", help="the Ray cluster's HOST:PORT; auto: the one of this host")]
+Kept = Annotated[
+    Literal["all", "errors"],
+    typer.Option("--keep", help="encodings that stay on disk: of all widths, or errors and one width (chosen ones are "
+                 "encoded again)"),
+]
+Fp8 = Annotated[bool, typer.Option("--fp8", help="the source holds FP8 weights; sets the recipe's source.fp8")]
+Wait = Annotated[bool, typer.Option("--wait", help="wait for a source that is still being downloaded")]
 Tp = Annotated[int, typer.Option("--tp", min=1, help="tensor-parallel ranks")]
 
 
@@ -63,21 +70,25 @@ def plan(
     recipe: RecipeName,
     work: Work = Path("."),
     tp: Tp = 4,
+    fp8: Fp8 = False,
+    wait: Wait = False,
+    keep: Kept = "all",
     scan: Annotated[bool, typer.Option("--scan", help="also read every weight and name NaN and Inf")] = False,
 ) -> None:
     """Read headers only: coverage, sizes, disk, memory and time.
 
     Example: keys35 plan GLM-5.3-BF16 --recipe glm-5.3-2.75bpw
     """
-    from keys35.recipe import load_recipe
     from keys35.report.terminal import show_plan
     from keys35.stages.plan import plan as make_plan
     from keys35.stages.scan import scan as run_scan
 
-    voice.result(make_plan(source, load_recipe(recipe), work, tp), show_plan)
+    chosen = _recipe(source, recipe, fp8, wait)
+    voice.result(make_plan(source, chosen, work, tp, keep), show_plan)
     if scan:
         with voice.progress() as progress:
-            voice.say(f"[green]passed[/green] all values of {run_scan(source, progress)} tensors are finite")
+            read = run_scan(source, progress, chosen.source.fp8)
+            voice.say(f"[green]passed[/green] all values of {read} tensors are finite")
 
 
 @app.command()
@@ -88,17 +99,19 @@ def measure(
     workers: Count = 0,
     engine: Place = "local",
     address: Address = "auto",
+    fp8: Fp8 = False,
+    wait: Wait = False,
+    keep: Kept = "all",
 ) -> None:
     """Stream the model, encode every expert at every width, record its cost.
 
     Example: keys35 measure SRC --recipe R --work W
     """
-    from keys35.recipe import load_recipe
     from keys35.stages.job import open_job
     from keys35.stages.measure import measure as run_measure
     from keys35.stages.workers import Workers
 
-    with open_job(source, load_recipe(recipe), work) as job, voice.progress(job.work) as progress:
+    with open_job(source, _recipe(source, recipe, fp8, wait), work, keep) as job, voice.progress(job.work) as progress:
         run_measure(job, progress, Workers(workers, engine, address))
 
 
@@ -202,15 +215,17 @@ def run(
     workers: Count = 0,
     engine: Place = "local",
     address: Address = "auto",
+    fp8: Fp8 = False,
+    wait: Wait = False,
+    keep: Kept = "all",
 ) -> None:
     """All of it, in order, resuming what is unfinished.
 
     Example: keys35 run SRC --recipe R --work W --out OUT --workers 8
     """
-    from keys35.recipe import load_recipe
     from keys35.stages.workers import Workers
 
-    _run(source, load_recipe(recipe), work, out, tp, Workers(workers, engine, address))
+    _run(source, _recipe(source, recipe, fp8, wait), work, out, tp, Workers(workers, engine, address), keep)
 
 
 @app.command()
@@ -321,16 +336,34 @@ def fetch(
     voice.result({"repo": repo, "revision": pinned, "to": to, "files": done.files, "bytes": done.bytes})
 
 
+def _recipe(source: Path, name: str, fp8: bool, wait: bool) -> "Recipe":
+    """The recipe with what the command line says of the source, which has arrived when this returns."""
+    from keys35.recipe import load_recipe
+    from keys35.stages.arrival import wait_for_source
+
+    recipe = load_recipe(name)
+    if wait:
+        with voice.progress() as progress:
+            wait_for_source(source, progress)
+    return recipe.with_fp8() if fp8 else recipe
+
+
 def _run(
-    source: Path, recipe: "Recipe", work: Path, out: Path, tp: int, workers: "Workers | None" = None
+    source: Path,
+    recipe: "Recipe",
+    work: Path,
+    out: Path,
+    tp: int,
+    workers: "Workers | None" = None,
+    keep: Literal["all", "errors"] = "all",
 ) -> dict:
     from keys35.report.terminal import show_plan, show_run
     from keys35.stages.job import open_job
     from keys35.stages.pipeline import run as run_all
     from keys35.stages.plan import plan as make_plan
 
-    with open_job(source, recipe, work) as job:
-        show_plan(voice.console, make_plan(source, recipe, work, tp))
+    with open_job(source, recipe, work, keep) as job:
+        show_plan(voice.console, make_plan(source, recipe, work, tp, keep))
         with voice.progress(job.work) as progress:
             result = run_all(job, out, progress, tp, workers)
     voice.result(result, show_run)

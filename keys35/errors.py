@@ -22,6 +22,10 @@ class SourceError(Keys35Error):
     exit_code = 4
 
 
+class IncompleteError(SourceError):
+    """The source is still being downloaded, or its download was broken off; waiting for it may help."""
+
+
 class PlanError(Keys35Error):
     """The job cannot be planned: a tensor without a rule, a shape that cannot be cut, no room on disk."""
 

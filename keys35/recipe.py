@@ -20,6 +20,12 @@ class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+class Origin(_Section):
+    """How the source is read."""
+
+    fp8: bool = Field(False, description="read FP8 weights with block scales as BF16; the result inherits their loss")
+
+
 class Experts(_Section):
     """Routed experts: candidate widths and the mean to hit exactly, in bits per weight."""
 
@@ -91,6 +97,9 @@ class Calibration(_Section):
     hessian: Literal["weighted", "routed", "all"] = Field(
         "weighted", description="whose inputs an expert is fitted to: its own by router weight, its own, or all tokens"
     )
+    states: Literal["float32", "bfloat16"] = Field(
+        "float32", description="how activations are kept between layers; bfloat16 halves their bytes"
+    )
     shrink: float = Field(0.25, ge=0, le=1, description="share of the layer's all-token Hessian mixed in")
 
     @model_validator(mode="after")
@@ -131,6 +140,7 @@ class Recipe(_Section):
 
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="goes into every report")
     seed: int = Field(35, ge=0, description="of signs, windows and baselines")
+    source: Origin = Origin()
     experts: Experts = Experts()
     dense: Fixed = Fixed()
     mtp: Mtp = Mtp()
@@ -144,6 +154,10 @@ class Recipe(_Section):
         if self.output.profile == "uniform-layer" and self.experts.scope == "layer":
             raise ValueError('output.profile "uniform-layer" mixes whole layers: it needs experts.scope = "model"')
         return self
+
+    def with_fp8(self) -> "Recipe":
+        """The same recipe for a source with FP8 weights."""
+        return self.model_copy(update={"source": Origin(fp8=True)})
 
     @property
     def dense_bits(self) -> int:

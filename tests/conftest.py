@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 from small import small_recipe, small_source
+from tiny import make_tiny, tiny_source
 
 from keys35.progress import Progress
 from keys35.recipe import Recipe
 from keys35.stages.job import open_job
 from keys35.stages.pipeline import run
+from keys35.stages.workers import Workers
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,22 @@ def finished(source: Path, shared: Path, tmp_path_factory: pytest.TempPathFactor
         shutil.copytree(first, root, dirs_exist_ok=True)
     result = result or resumed(root)
     return Finished(source, root / "work", root / "out", recipe, result)
+
+
+@dataclass(frozen=True)
+class Alone:
+    source: Path
+    work: Path
+    out: Path
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    """The tiny model's checkpoint as one process makes it, assembled and not validated."""
+    root = tmp_path_factory.mktemp("tiny")
+    tiny_source(root / "source")
+    make_tiny(root / "source", root, Workers(1))
+    return Alone(root / "source", root / "work", root / "out")
 
 
 @pytest.fixture

@@ -147,6 +147,8 @@ def recipe_keys() -> list[list[str]]:
 
 
 def toml(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
     return str(list(value)) if isinstance(value, tuple) else f'"{value}"' if isinstance(value, str) else str(value)
 
 

@@ -162,7 +162,7 @@ def main() -> None:
     """Measure, print one line per round, and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("directory", type=Path, help="an empty folder on the disk to be measured")
-    parser.add_argument("--layers", type=int, default=2, help="MoE layers with real contents; 11 GB each, removed after")
+    parser.add_argument("--layers", type=int, default=2, help="MoE layers with real contents, 11 GB each")
     parser.add_argument("--all", action="store_true", help="then write all 81 shards, the other pieces being holes")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     options = parser.parse_args()

@@ -29,16 +29,16 @@ class MoeRows:
         """The same rows on a device."""
         return MoeRows(self.x.to(device), self.expert_ids.to(device), self.weights.to(device))
 
-    def tensors(self, prefix: str) -> dict[str, Tensor]:
-        """The rows as named tensors for the work directory."""
+    def tensors(self, prefix: str, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The rows as named tensors for the work directory, x in `dtype`."""
         ids = self.expert_ids.to(torch.int32)
-        return {f"{prefix}.x": self.x, f"{prefix}.expert_ids": ids, f"{prefix}.weights": self.weights}
+        return {f"{prefix}.x": self.x.to(dtype), f"{prefix}.expert_ids": ids, f"{prefix}.weights": self.weights}
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], prefix: str) -> "MoeRows":
         """The inverse of `tensors`."""
         ids = tensors[f"{prefix}.expert_ids"].long()
-        return cls(tensors[f"{prefix}.x"], ids, tensors[f"{prefix}.weights"])
+        return cls(tensors[f"{prefix}.x"].float(), ids, tensors[f"{prefix}.weights"])
 
 
 class Capture(Observer):

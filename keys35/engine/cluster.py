@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-from collections.abc import Mapping
 from typing import Any
 
 from keys35.engine.serve import attempt, open_work, where
@@ -16,9 +15,7 @@ class RayCrew:
     Raises WorkerError when Ray is not installed, the cluster does not answer, or has too few GPUs.
     """
 
-    def __init__(
-        self, factory: str, argument: str, address: str, size: int, environment: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, factory: str, argument: str, address: str, size: int) -> None:
         if importlib.util.find_spec("ray") is None:
             raise WorkerError("--engine ray needs Ray on every machine: pip install 'keys35[ray]'")
         import ray
@@ -26,8 +23,7 @@ class RayCrew:
 
         self._ray, self._gone = ray, RayActorError
         try:
-            ray.init(address=address, log_to_driver=False, logging_level="error",
-                     runtime_env={"env_vars": dict(environment or {})})
+            ray.init(address=address, log_to_driver=False, logging_level="error")
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise WorkerError(f"no Ray cluster answers at '{address}' ({error}); start one with `ray start --head` and "
                               "`ray start --address HEAD:6379` on the others") from error

@@ -10,7 +10,7 @@ from keys35.engine.task import Task, WorkerState
 class Here:
     """Does a task when it is submitted; whatever it raises is raised by `submit`."""
 
-    outstanding = 0
+    size, outstanding = 1, 0
 
     def __init__(self, work: Work, begun: Callable[[Task, str], None]) -> None:
         self._work, self._begun = work, begun

@@ -49,6 +49,11 @@ class Pool:
         self._started = False
 
     @property
+    def size(self) -> int:
+        """Number of workers."""
+        return self._crew.size
+
+    @property
     def outstanding(self) -> int:
         """Tasks that were submitted and are not finished."""
         return len(self._queue) + sum(slot.task is not None for slot in self._slots)

@@ -37,6 +37,15 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 REDO = "delete it and run the same command again, the unit it belongs to is redone"
 
 
+_writer = ""
+
+
+def write_as(writer: str) -> None:
+    """Give this process's unfinished files names of their own: a worker that was thought dead may write the same."""
+    global _writer
+    _writer = f".{writer}"
+
+
 def sha256_file(path: Path) -> str:
     """SHA-256 of a file as lower-case hex."""
     with open(path, "rb") as file:
@@ -65,7 +74,7 @@ def replacing(path: Path, needed: int) -> Iterator[BinaryIO]:
     `needed` is the number of bytes about to be written, for the message when the disk is full (ResumeError).
     """
     path = Path(path)
-    partial = path.with_name(path.name + PARTIAL)
+    partial = path.with_name(path.name + _writer + PARTIAL)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(partial, "wb") as file:

@@ -16,9 +16,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from keys35.errors import SourceError
+from keys35.errors import IncompleteError, SourceError
 
 MAX_HEADER_BYTES = 100_000_000
+DOWNLOAD = "download it again"
 LFS_MAGIC = b"version https://git-lfs"
 
 # Bits per element of every dtype the safetensors format names, also those torch cannot hold.
@@ -130,7 +131,7 @@ def read_range(fd: int, path: Path, start: int, count: int) -> bytes:
 
 
 def _ends_early(path: Path, position: int, promised: int) -> NoReturn:
-    _refuse(path, f"ends at byte {position}, {promised} were promised", "download it again")
+    _refuse(path, f"ends at byte {position}, {promised} were promised", DOWNLOAD)
 
 
 def open_regular(path: Path) -> int:
@@ -145,7 +146,7 @@ def open_regular(path: Path) -> int:
 
 
 def _refuse(path: Path, found: str, remedy: str = "this is not a usable safetensors file") -> NoReturn:
-    raise SourceError(f"{path}: {found}; {remedy}")
+    raise (IncompleteError if remedy == DOWNLOAD else SourceError)(f"{path}: {found}; {remedy}")
 
 
 def _header_bytes(path: Path) -> tuple[int, bytes, bytes]:
@@ -154,17 +155,17 @@ def _header_bytes(path: Path) -> tuple[int, bytes, bytes]:
     try:
         size = os.fstat(fd).st_size
         if size == 0:
-            _refuse(path, "is empty (0 bytes)", "download it again")
+            _refuse(path, "is empty (0 bytes)", DOWNLOAD)
         prefix = os.pread(fd, 8, 0)
         if os.pread(fd, len(LFS_MAGIC), 0) == LFS_MAGIC:
             _refuse(path, "is a Git LFS pointer, not the file itself", "fetch it with `git lfs pull`")
         if len(prefix) < 8:
-            _refuse(path, f"has only {size} bytes, too few for a header", "download it again")
+            _refuse(path, f"has only {size} bytes, too few for a header", DOWNLOAD)
         length = int.from_bytes(prefix, "little", signed=True)
         if not 2 <= length <= MAX_HEADER_BYTES:
             _refuse(path, f"has a header length of {length} bytes, legal are 2 to {MAX_HEADER_BYTES}")
         if 8 + length > size:
-            _refuse(path, f"needs {8 + length} bytes for its header, file has {size}", "download it again")
+            _refuse(path, f"needs {8 + length} bytes for its header, file has {size}", DOWNLOAD)
         return size, prefix, read_range(fd, path, 8, length)
     finally:
         os.close(fd)
@@ -227,6 +228,6 @@ def _check_layout(path: Path, entries: list[TensorEntry], data_start: int, size:
             _refuse(path, f"{entry.name!r} {what} (byte {entry.start}, expected {position})")
         position = entry.end
     if position > size:
-        _refuse(path, f"is truncated: needs {position} bytes, file has {size}", "download it again")
+        _refuse(path, f"is truncated: needs {position} bytes, file has {size}", DOWNLOAD)
     if position < size:
         _refuse(path, f"has bytes after its last tensor: needs {position}, file has {size}")

@@ -20,8 +20,10 @@ from keys35.files.atomic import PARTIAL, Saved, read_json, sha256_file, write_js
 
 LOG = logging.getLogger(__name__)
 SCHEMA = 1
+WHEREABOUTS = "whereabouts.json"  # where the source lies now, and what else may change between two runs of a job
 MANIFEST, LOCK, LOG_FILE, RECEIPTS = "manifest.json", "lock", "log.jsonl", "receipts"
 BEFORE_MANIFEST = {LOCK, LOG_FILE, MANIFEST + PARTIAL}
+BEGUN = "begun"  # the log's event for a unit that was handed out; the line that ends it names its kind
 FRESH = "choose an empty work directory, or restore the file from a backup"
 
 
@@ -93,7 +95,7 @@ class Workdir:
         return self.root.joinpath(*parts)
 
     def commit(
-        self, unit: str, files: Sequence[Path] | Mapping[Path, str] | Mapping[Path, Saved], data: dict[str, Any]
+        self, unit: str, files: Sequence[Path] | Mapping[Path, str | Saved], data: dict[str, Any]
     ) -> None:
         """Declare a unit done: record size and SHA-256 of its finished files, and JSON `data`.
 
@@ -121,11 +123,16 @@ class Workdir:
         return receipt if whole else None
 
     def require(self, unit: str) -> dict[str, Any]:
-        """The data of a unit that must be finished; raises ResumeError naming it if it is not."""
+        """The receipt of a unit that must be finished; raises ResumeError naming it if it is not."""
         receipt = self.receipt(unit)
         if receipt is None:
             raise ResumeError(f"{self.root}: '{unit}' is missing or damaged; run the same command again")
-        return receipt["data"]
+        return receipt
+
+    def recorded(self, unit: str) -> dict[Path, str | Saved]:
+        """A finished unit's files as `commit` takes them, for committing it again with others; ResumeError if not."""
+        return {self.path(entry["path"]): Saved(entry["sha256"], entry["header"], entry["tensors"])
+                if "tensors" in entry else entry["sha256"] for entry in self.require(unit)["files"]}
 
     def units(self) -> list[str]:
         """Names of all units with a receipt, in order."""

@@ -55,7 +55,7 @@ def write_shard(
     """
     layout = [(spec.name, spec.dtype, spec.shape) for spec in specs]
     metadata = {"format": "pt"} if metadata is None else metadata
-    with closing(ahead(_flat(specs), depth=1)) as pieces:
+    with closing(ahead(_flat(specs))) as pieces:
         contents = (takewhile(lambda piece: piece is not None, pieces) for _ in specs)
         size, digest = write_safetensors(path, layout, contents, metadata)
     total = sum(spec.nbytes for spec in specs)

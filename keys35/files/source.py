@@ -7,18 +7,18 @@ Files are opened, read and closed again, so 282 shards never hold 282 handles.
 import hashlib
 import math
 import os
-import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from keys35.errors import SourceError
-from keys35.files.atomic import DROP_CACHE_BYTES, PARTIAL, read_json, read_pieces, sha256_file
+from keys35.files.atomic import DROP_CACHE_BYTES, PARTIAL, read_json, read_pieces, sha256_file, tensor_bytes
+from keys35.files.fp8 import dequantize, pair_scales
 from keys35.files.headers import (
     TORCH_DTYPE,
     ShardHeader,
@@ -28,6 +28,7 @@ from keys35.files.headers import (
     read_header,
     read_range,
 )
+from keys35.files.index import AGAIN, check_agreement, check_files, read_headers, read_weight_map, some
 from keys35.files.shards import INDEX_NAME
 
 SINGLE_NAME = "model.safetensors"
@@ -36,15 +37,19 @@ SAMPLES, SAMPLE_BYTES = 16, 1 << 16
 PICKLES = {".bin", ".pt", ".pth", ".ckpt"}
 WEIGHTS = PICKLES | {".safetensors", ".gguf", ".h5", ".msgpack", ".onnx", PARTIAL}
 NOT_CARRIED = {"config.json", "quantization_config.json"}
-AGAIN = "download the checkpoint again"
 
 
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
-    """One tensor and the shard file that holds it."""
+    """One tensor and the shard file that holds it.
+
+    `entry` is what readers get: of an FP8 weight that is BF16, while `stored` and `scale` are what the files hold.
+    """
 
     file: Path
     entry: TensorEntry
+    stored: TensorEntry | None = None
+    scale: "SourceTensor | None" = None
 
 
 @dataclass(slots=True)
@@ -54,6 +59,7 @@ class ShardedSource:
     root: Path
     config: dict[str, Any]
     shards: tuple[ShardHeader, ...]
+    fp8: bool = False
     tensors: dict[str, SourceTensor] = field(init=False, repr=False)
     total_size: int = field(init=False)
     bytes_read: int = field(init=False, default=0)
@@ -62,13 +68,24 @@ class ShardedSource:
         self.tensors = {name: SourceTensor(shard.path, entry)
                         for shard in self.shards for name, entry in shard.entries.items()}
         self.total_size = sum(tensor.entry.nbytes for tensor in self.tensors.values())
+        if self.fp8:
+            self._join_scales()
+
+    def _join_scales(self) -> None:
+        """FP8 weights become BF16 ones that know their scales, which are tensors no longer."""
+        entries = {name: tensor.entry for name, tensor in self.tensors.items()}
+        for name, scale in pair_scales(self.root, entries, self.config).items():
+            held, stored = self.tensors[name], entries[name]
+            entry = replace(stored, dtype="BF16", end=stored.start + 2 * stored.numel)
+            self.tensors[name] = SourceTensor(held.file, entry, stored, self.tensors.pop(scale))
 
     @classmethod
-    def open(cls, root: Path) -> "ShardedSource":
+    def open(cls, root: Path, fp8: bool = False) -> "ShardedSource":
         """Open a checkpoint from headers alone.
 
         Raises SourceError for missing, truncated, unlisted or malformed shards, an index that disagrees with
-        them, names that are not plain file names, pickled weights, and FP8 weights.
+        them, names that are not plain file names, pickled weights, and FP8 weights unless `fp8` asks for them;
+        which lists them, if shards are still to be downloaded.
         """
         root = Path(root)
         if not root.is_dir():
@@ -76,19 +93,25 @@ class ShardedSource:
         config = _read_object(root / "config.json")
         index = _read_object(root / INDEX_NAME) if os.path.lexists(root / INDEX_NAME) else None
         if index is None:
-            source = cls(root, config, (_only_shard(root),))
+            source = cls(root, config, (_only_shard(root),), fp8)
         else:
-            weight_map = _weight_map(root / INDEX_NAME, index)
+            weight_map = read_weight_map(root / INDEX_NAME, index)
             files = sorted(set(weight_map.values()))
-            _check_files(root, files)
-            source = cls(root, config, tuple(read_header(root / file) for file in files))
-            _check_agreement(source, weight_map, index.get("metadata"))
-        _refuse_fp8(source)
+            check_files(root, files)
+            shards = read_headers(root, files)
+            check_agreement(root, shards, weight_map, index.get("metadata"))
+            source = cls(root, config, shards, fp8)
+        if not fp8:
+            _refuse_fp8(source)
         return source
 
     def read(self, name: str) -> torch.Tensor:
-        """Read one tensor in its stored dtype and shape into memory of its own."""
-        tensor = self._find(name)
+        """Read one tensor in its stored dtype and shape (FP8 as BF16) into memory of its own."""
+        return self._read(self._find(name))
+
+    def _read(self, tensor: SourceTensor) -> torch.Tensor:
+        if tensor.stored and tensor.scale:
+            return dequantize(self._read(SourceTensor(tensor.file, tensor.stored)), self._read(tensor.scale))
         flat = torch.empty(tensor.entry.nbytes, dtype=torch.uint8)
         self._fill(tensor, [tensor.entry.start], memoryview(flat.numpy()))
         return flat.view(_torch_dtype(tensor)).reshape(tensor.entry.shape)
@@ -99,6 +122,8 @@ class ShardedSource:
         shape, dtype = tensor.entry.shape, _torch_dtype(tensor)
         if not (0 <= axis < len(shape) and 0 <= start <= stop <= shape[axis]):
             raise SourceError(f"{name}: no slice {start}:{stop} of axis {axis} in shape {list(shape)}")
+        if tensor.scale:  # a slice may cut through blocks
+            return self._read(tensor).narrow(axis, start, stop - start).contiguous()
         stride = math.prod(shape[axis + 1 :]) * dtype.itemsize
         rows, row, part = math.prod(shape[:axis]), shape[axis] * stride, (stop - start) * stride
         flat = torch.empty(rows * part, dtype=torch.uint8)
@@ -109,12 +134,17 @@ class ShardedSource:
     def raw(self, name: str) -> bytes:
         """One tensor's exact bytes, whatever its dtype."""
         tensor = self._find(name)
+        if tensor.scale:
+            return bytes(tensor_bytes(self._read(tensor)))
         with self._opened(tensor, tensor.entry.nbytes) as fd:
             return read_range(fd, tensor.file, tensor.entry.start, tensor.entry.nbytes)
 
     def pieces(self, name: str) -> Iterator[memoryview]:
         """One tensor's exact bytes in pieces of a few MiB, for tensors that are only copied."""
         tensor = self._find(name)
+        if tensor.scale:
+            yield tensor_bytes(self._read(tensor))
+            return
         with self._opened(tensor, tensor.entry.nbytes) as fd:
             yield from read_pieces(fd, tensor.file, tensor.entry.start, tensor.entry.nbytes)
 
@@ -186,60 +216,15 @@ def _only_shard(root: Path) -> ShardHeader:
     raise SourceError(f"{root}: has neither {INDEX_NAME} nor {SINGLE_NAME}; check the path")
 
 
-def _weight_map(path: Path, index: dict[str, Any]) -> dict[str, str]:
-    """The index's map from tensor to file; every file name is checked before it becomes a path."""
-    weight_map = index.get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise SourceError(f"{path}: has no weight_map; {AGAIN}")
-    for name, file in weight_map.items():
-        if not isinstance(file, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._+-]*\.safetensors", file):
-            raise SourceError(f"{path}: {name} lies in {file!r}, not a plain .safetensors file name; "
-                              "do not use this checkpoint")
-    return weight_map
-
-
-def _check_files(root: Path, files: list[str]) -> None:
-    """The index's files against the folder's, and the `-of-NNNNN` totals against their count."""
-    present = {path.name for path in root.iterdir() if path.name.endswith(".safetensors")}
-    missing = [file for file in files if file not in present]
-    if missing:
-        raise SourceError(f"{root}: {len(missing)} files of the index are not there: {_some(missing)}; "
-                          "finish the download")
-    extra = sorted(present - set(files))
-    if extra:
-        raise SourceError(f"{root}: {len(extra)} files are not in the index: {_some(extra)}; it is stale "
-                          "or they are left over: download it again or move them away")
-    for file in files:
-        match = re.search(r"-(\d+)-of-(\d+)\.safetensors$", file)
-        if match and not (1 <= int(match[1]) <= int(match[2]) == len(files)):
-            raise SourceError(f"{root}: {file} does not belong to a set of {len(files)} shards; the index is "
-                              f"stale, {AGAIN}")
-
-
-def _check_agreement(source: ShardedSource, weight_map: dict[str, str], metadata: Any) -> None:
-    """Every tensor of the index in its shard, every tensor of a shard in the index, and the sizes equal."""
-    held = {shard.path.name: shard.entries for shard in source.shards}
-    absent = [f"{name} in {file}" for name, file in weight_map.items() if name not in held[file]]
-    if absent:
-        raise SourceError(f"{source.root}: shards lack tensors of the index: {_some(absent)}; {AGAIN}")
-    surplus = [f"{name} in {shard.path.name}" for shard in source.shards for name in shard.entries
-               if weight_map.get(name) != shard.path.name]
-    if surplus:
-        raise SourceError(f"{source.root}: shards hold tensors not in the index: {_some(surplus)}; {AGAIN}")
-    claimed = metadata.get("total_size") if isinstance(metadata, dict) else None
-    if claimed is not None and claimed != source.total_size:
-        raise SourceError(f"{source.root}: the index says {claimed} bytes of tensors, the shards hold "
-                          f"{source.total_size}; the index is stale, {AGAIN}")
-
-
 def _refuse_fp8(source: ShardedSource) -> None:
     """Tensors decide, not the config: a BF16 checkpoint may carry a left-over quantization block."""
     scales = [name for name in source.tensors if name.endswith(("_scale_inv", ".weight_scale"))]
     weights = [name for name, tensor in source.tensors.items()
                if name.endswith(".weight") and tensor.entry.dtype.startswith("F8_")]
     if scales or weights:
-        raise SourceError(f"{source.root}: FP8 source: not supported yet, use the BF16 one "
-                          f"({len(weights)} FP8 weights, {len(scales)} scales: {_some(weights + scales)})")
+        raise SourceError(f"{source.root}: FP8 source ({len(weights)} FP8 weights, {len(scales)} scales: "
+                          f"{some(weights + scales)}): use the BF16 one, or say --fp8 to make a checkpoint that "
+                          "inherits what FP8 lost")
 
 
 def _torch_dtype(tensor: SourceTensor) -> torch.dtype:
@@ -277,7 +262,3 @@ def _is_carried(root: Path, path: Path) -> bool:
     if not any(target.is_relative_to(home) for home in homes):
         raise SourceError(f"{path}: links to {target}, outside the checkpoint; replace the link by a copy")
     return True
-
-
-def _some(names: list[str], most: int = 5) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from keys35.exl3.codebook import MARKERS
 from keys35.exl3.linear import decode_weight
 from keys35.files.source import ShardedSource
 from keys35.glm.block import LayerWeights
@@ -60,7 +61,8 @@ class WeightStore:
 
     def stored(self, rule: TensorRule) -> dict[str, Tensor]:
         """The parts of a tensor as they lie on disk: {"weight": ...} or an EXL3 linear's parts."""
-        parts = {part: name for part, name in exl3_parts(rule.module).items() if name in self.source.tensors}
+        names = exl3_parts(rule.module) | {"mcg": f"{rule.module}.mcg"}  # other people's checkpoints may use it
+        parts = {part: name for part, name in names.items() if name in self.source.tensors}
         if not (rule.quantized and "trellis" in parts):
             name = rule.name if rule.name in self.source.tensors else rule.source
             return {"weight": self._read(rule, "weight", name)}
@@ -71,7 +73,7 @@ class WeightStore:
         if "weight" in parts:
             weight = parts["weight"]
             return weight.float() if "F32" in rule.dtypes else weight.to(self.dtype)
-        codebook = "mul1" if "mul1" in parts else "3inst"
+        codebook = next((marker for marker in MARKERS if marker in parts), "3inst")
         weight = decode_weight(parts["trellis"], parts["suh"], parts["svh"], codebook)
         return weight[: rule.in_features, : rule.out_features].T.to(self.dtype)
 

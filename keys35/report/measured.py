@@ -10,14 +10,13 @@ from typing import Any
 
 from keys35.calibration.text import load_text_set
 from keys35.files.atomic import read_json
-from keys35.files.ledger import Workdir
+from keys35.files.ledger import BEGUN, Workdir
 
 MEASUREMENTS, MAKING = "KEYS35_MEASUREMENTS.json", "KEYS35_MAKING.json"
 MEASUREMENTS_FORMAT, MAKING_FORMAT = "keys35-measurements-v1", "keys35-making-v1"
 DIGITS = 6
 NOT_IN_A_SUMMARY = ("per_window", "confidence")
 STARTED = "started"
-BEGUN = "begun"  # a unit was handed out; its time ends with the line that names its kind
 STEPS = {
     "captured": "calibration passes",
     "experts": "expert encoding and judging",

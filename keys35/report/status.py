@@ -10,19 +10,24 @@ from rich.console import Console
 from rich.table import Table
 
 from keys35.files.atomic import read_json
-from keys35.files.ledger import Workdir
+from keys35.files.ledger import WHEREABOUTS, Workdir
 from keys35.progress import HEARTBEAT, Tick
 from keys35.report.terminal import human_seconds
 
 
 @dataclass(frozen=True)
 class Status:
-    """A job's finished units by kind, and the heartbeat of the stage that ran last (None before the first)."""
+    """A job's finished units by kind, and the heartbeat of the stage that ran last (None before the first).
+
+    layers, experts: how many are through their calibration pass, or measured, and how many there are.
+    """
 
     work: Path
     recipe: str
     tool: str
     finished: dict[str, int]
+    layers: tuple[int, int]
+    experts: tuple[int, int]
     last: Tick | None
 
     @property
@@ -40,8 +45,16 @@ def read_status(root: Path) -> Status:
     work = Workdir.open(root, None)
     heartbeat = work.path(HEARTBEAT)
     last = Tick(**read_json(heartbeat)) if heartbeat.is_file() else None
-    finished = dict(sorted(Counter(_kind(name) for name in work.units()).items()))
-    return Status(work.root, work.job["recipe"]["name"], work.job["tool"], finished, last)
+    units, place = work.units(), work.path(WHEREABOUTS)
+    finished = dict(sorted(Counter(_kind(name) for name in units).items()))
+    facts = read_json(place) if place.is_file() else {}
+    captured = sum(name.startswith("measure/capture/") for name in units)
+    group, mtp = work.job["recipe"]["experts"]["group"], facts.get("mtp_layers", [])
+    measured = sum(name.startswith("experts/") and int(name.split("/")[1].rpartition("-")[2]) not in mtp
+                   for name in units)
+    experts = facts.get("experts", 0)
+    return Status(work.root, work.job["recipe"]["name"], work.job["tool"], finished,
+                  (captured, facts.get("layers", 0)), (min(measured * group, experts), experts), last)
 
 
 def show_status(console: Console, status: Status) -> None:
@@ -51,6 +64,8 @@ def show_status(console: Console, status: Status) -> None:
     for kind, count in status.finished.items():
         table.add_row(kind, str(count))
     console.print(table)
+    console.print(f"layers calibrated: {status.layers[0]} of {status.layers[1]}; "
+                  f"experts measured: {status.experts[0]:,} of {status.experts[1]:,}", highlight=False)
     if status.last is None:
         return
     tick, state = status.last, status.state
@@ -60,6 +75,19 @@ def show_status(console: Console, status: Status) -> None:
         f"{state}{'; run the same command again' if state == 'stopped' else ''}, "
         f"last sign of life {human_seconds(time.time() - tick.updated)} ago"
     )
+    if tick.workers:
+        console.print(_workers(tick))
+
+
+def _workers(tick: Tick) -> Table:
+    """What each worker does and has done in this stage."""
+    table = Table("worker", "unit", "for", "units done", "seconds a unit", "replaced")
+    for worker in tick.workers:
+        unit = worker["unit"] or "waiting"
+        since = human_seconds(tick.updated - worker["since"]) if worker["unit"] else ""
+        rate = f"{worker['seconds'] / worker['done']:.1f}" if worker["done"] else ""
+        table.add_row(worker["where"], unit, since, str(worker["done"]), rate, str(worker["deaths"]))
+    return table
 
 
 def _kind(unit: str) -> str:

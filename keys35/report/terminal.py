@@ -51,15 +51,24 @@ def show_plan(console: Console, plan: "Plan") -> None:
     table.add_row("total", *(f"{n:,}" for n in total), *map(human_bytes, sums))
     console.print(table)
     lines = [
-        ("output", f"{plan.output_bytes / 1e9:,.3f} GB in {plan.shards} shards, "
-                   f"the largest {human_bytes(max(plan.shard_bytes))}"),
-        ("work directory", f"{human_bytes(plan.work_bytes)} ({human_bytes(plan.free_bytes)} free there)"),
+        ("output", f"{plan.output_bytes / 1e9:,.3f} GB, {plan.output_bytes:,} bytes of tensors in {plan.shards} "
+                   f"shards: {_runs(plan.shard_bytes)}"),
+        ("work directory", f"{human_bytes(plan.work_bytes)} ({human_bytes(plan.free_bytes)} free there): "
+                           + ", ".join(f"{name} {human_bytes(size)}" for name, size in plan.work_parts.items())),
         ("host memory", f"about {human_bytes(plan.host_bytes)} of data at the peak"),
         ("compute memory", f"about {human_bytes(plan.device_bytes)} while a layer or a group of experts is worked on"),
+        ("unified memory", f"about {human_bytes(plan.unified_bytes)} where host and device share one (a GB10 has "
+                           "119.2 GiB); what is read leaves the page cache"),
         ("encoding", f"{plan.weights_to_encode / 1e9:,.3f} G weights over all widths; {plan.backend} here: "
                      f"{plan.weights_per_second / 1e6:,.2f} Mweights/s in the trellis search alone, measured just now: "
                      f"{human_seconds(plan.encode_seconds)}"),
     ]
+    if plan.measured:
+        rate = plan.measured
+        lines.append(("GPU time",
+                      f"{plan.gpu_hours:,.2f} h on one {rate.device}, {plan.gpu_hours / 8:,.2f} h on eight, "
+                      f"encoding alone at {rate.weights_per_second / 1e6:,.1f} Mweights/s ({rate.file}, "
+                      f"{rate.date}); reading, forward passes and writing come on top"))
     lines.append(("profiles", "; ".join(
         f"{cost.name} {cost.output_bytes / 1e9:,.3f} GB at {float(cost.mean_bits):.4g} bits"
         f"{' (this recipe)' if cost.name == plan.profile else ''}" for cost in plan.profiles)))
@@ -71,6 +80,17 @@ def show_plan(console: Console, plan: "Plan") -> None:
         console.print("[bold red]Not enough free space here for the work directory and the output.[/bold red]")
     for refusal in plan.missing:
         console.print(f"[bold red]`run` would refuse now:[/bold red] {escape(refusal)}", soft_wrap=True)
+
+
+def _runs(sizes: Sequence[int]) -> str:
+    """Shards of one size together: "2-4 1.2 GiB". With widths per expert a layer has its size on average only."""
+    runs: list[list[int]] = []
+    for number, size in enumerate(sizes, 1):
+        if runs and runs[-1][2] == size:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number, size])
+    return ", ".join(f"{a}{f'-{b}' if b > a else ''} {human_bytes(size)}" for a, b, size in runs)
 
 
 def show_allocation(console: Console, allocation: dict) -> None:

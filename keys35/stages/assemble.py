@@ -16,6 +16,7 @@ from keys35.files.headers import read_header
 from keys35.files.shards import INDEX_NAME, ShardReceipt, shard_name, write_index, write_shard
 from keys35.files.source import ShardedSource
 from keys35.glm.names import Role, TensorRule, shard_of
+from keys35.memory import release
 from keys35.progress import Progress
 from keys35.stages.allocate import load_allocation
 from keys35.stages.job import Job, refuse_nesting
@@ -49,6 +50,7 @@ def assemble(job: Job, out: Path, progress: Progress) -> dict[str, object]:
     for receipt, kept in write_shards(job, pieces, out, named):
         receipts[receipt.file] = receipt
         meter.count(receipt.file, kept)
+        release()
     receipts = [receipts[name] for name in named]
     write_index(out / INDEX_NAME, receipts, sum(r.tensor_bytes for r in receipts))
     _side_files(job, out)

@@ -14,7 +14,7 @@ from keys35.runtime.ranks import Ranks
 from keys35.runtime.reference import Reference
 from keys35.runtime.score import score_panel
 from keys35.stages.allocate import ALLOCATION, allocation_sets
-from keys35.stages.candidates import Candidates
+from keys35.stages.candidates import Candidates, are_held
 from keys35.stages.job import Job
 from keys35.stages.units import dense_file, dense_unit, load_recorded
 from keys35.stages.validate import held_out_panel
@@ -47,14 +47,16 @@ class MixStore(WeightStore):
 
 
 def compare_baselines(job: Job, progress: Progress) -> dict[str, dict[str, Any]]:
-    """Score every set in allocation.json on the held-out panel, one process, one unit of work per set.
+    """Score the sets in allocation.json on the held-out panel, one process, one unit of work per set.
 
-    Needs the reference that `validate` keeps under the work directory.
+    Sets whose encodings were not kept are left out. Needs the reference that `validate` keeps under the work directory.
     """
     panel = held_out_panel(job.source.root, job.config, job.recipe)
     reference = Reference.open(job.work.path("validate", "reference"), panel)
     results = {}
-    for step in progress.walk("baselines", allocation_sets(job.work.path(ALLOCATION)).items(), lambda item: item[0]):
+    sets = allocation_sets(job.work.path(ALLOCATION))
+    sets = {name: widths for name, widths in sets.items() if are_held(job, widths)}
+    for step in progress.walk("baselines", sets.items(), lambda item: item[0]):
         name, widths = step.unit
         unit = f"baselines/{name}"
         identity = {"widths": {str(layer): row for layer, row in widths.items()}, "panel": panel.fingerprint}

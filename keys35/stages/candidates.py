@@ -40,6 +40,16 @@ class Candidates:
         return load_recorded(self._job, unit.name, unit.file(self._job, width))
 
 
+def are_held(job: Job, widths: Mapping[int, Sequence[int]]) -> bool:
+    """Whether every routed expert's encoding at the given width (layer -> width per expert) is on disk."""
+    for layer, row in widths.items():
+        for unit in expert_units(job, layer):
+            held = job.work.require(unit.name)["data"]["held"]
+            if any(expert not in held.get(str(row[expert]), []) for expert in unit.experts):
+                return False
+    return True
+
+
 class _Decoded(Mapping[str, Tensor]):
     """Decoded (in, out) matrices of a layer's experts by relative module name."""
 

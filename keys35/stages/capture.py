@@ -50,8 +50,11 @@ def _check_vocabulary(job: Job, windows: Windows) -> None:
         )
 
 
-def capture(job: Job, store: WeightStore, layer: int, windows: dict[str, Windows]) -> None:
-    """One layer's pass over all windows: states onward, Hessians of its linears, rows of its experts."""
+def capture(job: Job, store: WeightStore, layer: int, windows: dict[str, Windows], replay: bool = False) -> None:
+    """One layer's pass over all windows: states onward, Hessians of its linears, rows of its experts.
+
+    In a replay, which makes rows again, the layer's states are kept for the next layer's replay.
+    """
     weights = store.layer(layer)
     before = _states_before(job, store, layer, weights, windows)
     captures = {split: Capture(want_hessians=split == "fit") for split in SPLITS}
@@ -64,17 +67,19 @@ def capture(job: Job, store: WeightStore, layer: int, windows: dict[str, Windows
     data: dict[str, object] = {"carrier": captures["fit"].carrier}
     for split, capture in captures.items():
         found = capture.moe_rows()
-        rows |= found.tensors(split) if found else {}
+        rows |= found.tensors(split, job.states_dtype) if found else {}
     if rows:
         # Not among the receipt's files: deleted once the experts are encoded.
         data["rows_sha256"] = save_tensors(rows_file(job, layer), rows)
     if not job.config.is_mtp(layer):
-        files[_state_file(job, layer)] = save_states(_state_file(job, layer), after, _next_shares(job, layer))
+        files[_state_file(job, layer)] = save_states(
+            _state_file(job, layer), after, _next_shares(job, layer), job.states_dtype
+        )
     job.work.commit(capture_unit(layer), files, data)
     job.work.log("captured", layer=layer)
-    for done in (layer - 1, layer):
+    for done in [layer - 1] if replay else [layer - 1, layer]:
         if not job.config.is_mtp(done + 1) and job.work.receipt(capture_unit(done + 1)) is not None:
-            _forget_states(job, done)
+            forget_states(job, done)
 
 
 def _require_finite(job: Job, layer: int, states: dict[str, States]) -> None:
@@ -86,8 +91,10 @@ def _require_finite(job: Job, layer: int, states: dict[str, States]) -> None:
     raise SourceError(f"layer {layer} gives values that are not finite, because of:\n  " + "\n  ".join(broken))
 
 
-def _forget_states(job: Job, layer: int) -> None:
+def forget_states(job: Job, layer: int) -> None:
     """Drop states that the next layer's replace; the receipt is renewed first so that it stays whole."""
+    if not has_states(job, layer):
+        return
     receipt = job.work.receipt(capture_unit(layer))
     if receipt is not None:
         keep = {hessian_file(job, layer): receipt["files"][0]["sha256"]}
@@ -124,7 +131,13 @@ def _states_after(job: Job, store: WeightStore, layer: int, windows: dict[str, W
         return read_states(load_recorded(job, capture_unit(layer), _state_file(job, layer)), SPLITS)
     weights = store.layer(layer)
     before = _states_before(job, store, layer, weights, windows)
-    return {split: before[split].advance(job.config, layer, weights, job.device) for split in SPLITS}
+    after = {split: before[split].advance(job.config, layer, weights, job.device) for split in SPLITS}
+    return {split: states.rounded(job.states_dtype) for split, states in after.items()}
+
+
+def has_states(job: Job, layer: int) -> bool:
+    """Whether the states behind a layer are on disk."""
+    return _state_file(job, layer).exists()
 
 
 def require_rows(job: Job, store: WeightStore, layer: int, windows: dict[str, Windows]) -> None:

@@ -86,7 +86,7 @@ def check(
         raise SourceError(f"{out}: is not a folder; give a finished checkpoint")
     if sample and reference is None:
         raise SourceError(f"comparing {sample} linears of {out} needs their source: give --reference")
-    source = None if reference is None else ShardedSource.open(reference)
+    source = None if reference is None else ShardedSource.open(reference, _made_from_fp8(out))
     point, found = _open(out, source, expected)
     point.deep, point.sample, point.progress = deep, sample, progress or Progress()
     found += chain.from_iterable(_all_rules(point)) if point.glm else ()
@@ -94,6 +94,14 @@ def check(
     notes = tuple(finding for finding in found if not finding.counts_for(engine))
     mean = point.mean(rule.name for rule in point.rules.values() if rule.role is Role.EXPERT)
     return CheckReport(findings, _counts(point), dict(sorted(width_histogram(point).items())), mean, notes)
+
+
+def _made_from_fp8(out: Path) -> bool:
+    """Whether the report says so; a report that is missing or damaged gets its finding elsewhere."""
+    try:
+        return bool(read_json(out / REPORT_NAME)["recipe"]["source"]["fp8"])
+    except (Keys35Error, KeyError, TypeError):
+        return False
 
 
 def _open(

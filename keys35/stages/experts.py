@@ -1,7 +1,8 @@
 """The unit of work: a group of a layer's routed experts, encoded at some widths and judged at the layer's output."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch import Tensor
 from keys35.calibration.statistics import MoeRows, expert_hessians
 from keys35.exl3.encode import LinearJob, encode_group
 from keys35.exl3.linear import EncodedLinear, decode_weight
-from keys35.files.atomic import save_pieces
+from keys35.files.atomic import Saved, save_pieces
 from keys35.glm.layer import gated_mlp
 from keys35.glm.names import PROJECTIONS
 from keys35.stages.job import Job
@@ -39,8 +40,10 @@ class LayerRows:
         )
 
 
-def encode_experts(job: Job, unit: ExpertUnit, widths: Sequence[int], rows: LayerRows) -> dict[str, object]:
-    """Encode a group at each width, save one file per width, commit the receipt and return its data.
+def encode_experts(
+    job: Job, unit: ExpertUnit, widths: Sequence[int], keep: Sequence[int], rows: LayerRows
+) -> None:
+    """Encode a group at each width and commit what it costs; save one file for each width of `keep`.
 
     error[e][width][domain] is the mean over the domain's selection tokens of g^2 |f(x) - f_K(x)|^2 (zero for
     tokens routed elsewhere); error_se its standard error over rows.
@@ -48,17 +51,12 @@ def encode_experts(job: Job, unit: ExpertUnit, widths: Sequence[int], rows: Laye
     weights = {expert: read_expert(job, unit.layer, expert) for expert in unit.experts}
     jobs, hessians, facts = _encoder_input(job, unit, weights, rows)
     encoded = encode_group(jobs, hessians, widths, job.encode_options, job.recipe.seed)
-    files = {}
-    for width in widths:
-        tensors: dict[str, Tensor] = {}
-        for item in jobs:
-            tensors |= encoded[item.name, width].tensors(item.name)
-        path = unit.file(job, width)
-        files[path] = save_pieces(path, tensors)
+    files = {unit.file(job, width): _save(unit.file(job, width), jobs, encoded, width) for width in keep}
     judged = [_judge(job, unit, expert, weights[expert], encoded, widths, rows) for expert in unit.experts]
     data = {
         "experts": list(unit.experts),
         "widths": list(widths),
+        "held": {str(width): list(unit.experts) for width in keep},
         **facts,
         "selection_rows": [entry[0] for entry in judged],
         "error": [entry[1] for entry in judged],
@@ -70,7 +68,31 @@ def encode_experts(job: Job, unit: ExpertUnit, widths: Sequence[int], rows: Laye
         "fallback": sorted({item.name for item in jobs if encoded[item.name, widths[0]].fallback}),
     }
     job.work.commit(unit.name, files, data)
-    return data
+
+
+def encode_chosen(job: Job, unit: ExpertUnit, chosen: Mapping[int, Sequence[int]], rows: LayerRows) -> None:
+    """Encode experts of a measured group again at the widths chosen for them (width -> experts), and keep those.
+
+    An encoding depends on nothing but its weight, Hessian, name and seed, so these are the bytes that `encode_experts`
+    measured and did not keep.
+    """
+    files, data = job.work.recorded(unit.name), job.work.require(unit.name)["data"]
+    for width, experts in chosen.items():
+        weights = {expert: read_expert(job, unit.layer, expert) for expert in experts}
+        jobs, hessians, _ = _encoder_input(job, unit, weights, rows)
+        encoded = encode_group(jobs, hessians, [width], job.encode_options, job.recipe.seed)
+        files[unit.file(job, width)] = _save(unit.file(job, width), jobs, encoded, width)
+    held = data["held"] | {str(width): list(experts) for width, experts in chosen.items()}
+    job.work.commit(unit.name, files, data | {"held": held})
+
+
+def _save(
+    path: Path, jobs: Sequence[LinearJob], encoded: Mapping[tuple[str, float], EncodedLinear], width: int
+) -> Saved:
+    tensors: dict[str, Tensor] = {}
+    for item in jobs:
+        tensors |= encoded[item.name, width].tensors(item.name)
+    return save_pieces(path, tensors)
 
 
 def read_expert(job: Job, layer: int, expert: int) -> Weights:

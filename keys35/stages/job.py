@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -13,7 +14,7 @@ from keys35.errors import PlanError, ResumeError
 from keys35.exl3.encode import EncodeOptions
 from keys35.exl3.viterbi import backend_device
 from keys35.files.atomic import read_json, write_json
-from keys35.files.ledger import Workdir
+from keys35.files.ledger import WHEREABOUTS, Workdir
 from keys35.files.source import ShardedSource
 from keys35.glm.config import GlmConfig, refuse_other_architectures
 from keys35.glm.names import TensorRule, census, match_source
@@ -22,7 +23,7 @@ from keys35.recipe import Recipe
 from keys35.report.machine import machine
 from keys35.stages.profile import profile_rules
 
-WHEREABOUTS = "whereabouts.json"
+Keep = Literal["all", "errors"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Job:
     recipe: Recipe
     text: TextSet
     work: Workdir
+    keep: Keep = "all"
+    """Which encodings `measure` leaves on disk: of all widths, or those that layer weights need, and only errors."""
 
     @property
     def experts(self) -> int:
@@ -54,6 +57,11 @@ class Job:
         return backend_device(self.recipe.encoder.backend)
 
     @property
+    def states_dtype(self) -> torch.dtype:
+        """What activations are kept in between layers."""
+        return getattr(torch, self.recipe.calibration.states)
+
+    @property
     def store(self) -> WeightStore:
         """The source's weights, as float32 on the job's device."""
         return WeightStore(self.source, self.config, device=self.device)
@@ -67,25 +75,27 @@ class Job:
 def read_source(source: Path, recipe: Recipe) -> tuple[ShardedSource, GlmConfig, tuple[str, ...]]:
     """Open a source from headers alone and match it with its config; raises SourceError."""
     refuse_other_architectures(source)
-    opened = ShardedSource.open(source)
+    opened = ShardedSource.open(source, recipe.source.fp8)
     config = GlmConfig.from_dict(opened.config, mtp_hidden=recipe.mtp.hidden)
     found = {name: (t.entry.dtype, t.entry.shape) for name, t in opened.tensors.items()}
     return opened, config, match_source(config, found)
 
 
 @contextmanager
-def open_job(source: Path, recipe: Recipe, root: Path) -> Iterator[Job]:
+def open_job(source: Path, recipe: Recipe, root: Path, keep: Keep = "all") -> Iterator[Job]:
     """Start or resume a job; raises ResumeError if the directory belongs to another job or is in use."""
     refuse_nesting(Path(source), None, Path(root))
     opened, config, dropped = read_source(source, recipe)
     text = load_text_set(recipe.calibration.set)
     work = Workdir.open(root, _guard(opened, recipe, text))
     with work.lock():
-        whereabouts = {"source": str(Path(source).resolve()), "recipe": recipe.model_dump(mode="json")}
+        whereabouts = {"source": str(Path(source).resolve()), "recipe": recipe.model_dump(mode="json"), "keep": keep,
+                       "layers": len(config.layers), "experts": len(config.moe_layers) * config.n_routed_experts,
+                       "mtp_layers": list(config.mtp_layers)}
         write_json(work.path(WHEREABOUTS), whereabouts)
         work.log("started", machine=machine())
         rules = profile_rules(census(config), recipe.output.profile)
-        yield Job(opened, config, rules, dropped, recipe, text, work)
+        yield Job(opened, config, rules, dropped, recipe, text, work, keep)
 
 
 def refuse_nesting(source: Path, out: Path | None, work: Path) -> None:
@@ -104,7 +114,7 @@ def resume_job(root: Path) -> Iterator[Job]:
     if not path.is_file():
         raise ResumeError(f"{root} holds no keys35 job: start with `keys35 measure SOURCE --recipe R --work {root}`")
     facts = read_json(path)
-    with open_job(Path(facts["source"]), Recipe.model_validate(facts["recipe"]), root) as job:
+    with open_job(Path(facts["source"]), Recipe.model_validate(facts["recipe"]), root, facts.get("keep", "all")) as job:
         yield job
 
 
@@ -114,8 +124,8 @@ def attach_job(root: Path) -> Job:
     facts = read_json(work.path(WHEREABOUTS))
     recipe = Recipe.model_validate(facts["recipe"])
     opened, config, dropped = read_source(Path(facts["source"]), recipe)
-    rules = profile_rules(census(config), recipe.output.profile)
-    return Job(opened, config, rules, dropped, recipe, load_text_set(recipe.calibration.set), work)
+    rules, text = profile_rules(census(config), recipe.output.profile), load_text_set(recipe.calibration.set)
+    return Job(opened, config, rules, dropped, recipe, text, work, facts.get("keep", "all"))
 
 
 def _guard(source: ShardedSource, recipe: Recipe, text: TextSet) -> dict[str, object]:

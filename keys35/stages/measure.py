@@ -3,12 +3,14 @@
 from collections.abc import Iterator
 from functools import partial
 
+from keys35.glm.names import Role
 from keys35.progress import Progress
 from keys35.stages.capture import calibration_windows, capture, rows_file
 from keys35.stages.job import Job
+from keys35.stages.needs import encoded_bytes, hessian_bytes, rows_bytes, states_bytes
 from keys35.stages.schedule import Step, carry_out
-from keys35.stages.sensitivity import conclude_sensitivity, sensitivity_parts
-from keys35.stages.units import SENSITIVITY, capture_unit, expert_units, sensitivity_unit
+from keys35.stages.sensitivity import conclude_sensitivity, middle_width, sensitivity_parts
+from keys35.stages.units import SENSITIVITY, capture_unit, expert_units, sensitivity_unit, unit_rules
 from keys35.stages.workers import Workers, experts_task, open_workers, sensitivity_task
 
 
@@ -19,22 +21,26 @@ def measure(job: Job, progress: Progress, workers: Workers | None = None) -> Non
         if layer in job.config.moe_layers:
             rows_file(job, layer).unlink(missing_ok=True)  # every candidate exists, nothing reads them again
 
+    passing = 2 * (states_bytes(job.config, job.recipe) + rows_bytes(job.config, job.recipe))
     with open_workers(job, workers or Workers()) as pool:
-        carry_out(job, "measure", list(_steps(job)), pool, progress, layer_finished)
+        carry_out(job, "measure", list(_steps(job)), pool, progress, layer_finished, passing)
 
 
 def _steps(job: Job) -> Iterator[Step]:
     """Layer by layer the calibration pass and the experts' units; behind them what the layers' errors are worth."""
     windows, store, done = calibration_windows(job), job.store, lambda unit: job.work.receipt(unit) is not None
+    widths = job.recipe.experts.widths
+    keep = widths if job.keep == "all" else [middle_width(job.recipe)[1]]
     for layer in job.config.layers:
         # MTP experts have one fixed width: they are captured here and encoded by `quantize`.
         units = expert_units(job, layer) if layer in job.config.moe_layers else []
         encoded = [done(unit.name) for unit in units]
         captured = done(capture_unit(layer)) and (all(encoded) or rows_file(job, layer).exists())
-        yield Step(f"layer {layer}: calibration pass", layer, captured, partial(capture, job, store, layer, windows))
+        yield Step(f"layer {layer}: calibration pass", layer, captured, partial(capture, job, store, layer, windows),
+                   hessian_bytes(rule for rule in job.rules.values() if rule.layer == layer))
         for unit, kept in zip(units, encoded, strict=True):
-            yield Step(f"layer {layer}: experts {unit.experts.start}+", layer, kept,
-                       experts_task(unit, job.recipe.experts.widths), "experts")
+            yield Step(f"layer {layer}: experts {unit.experts.start}+", layer, kept, experts_task(unit, widths, keep),
+                       encoded_bytes(unit_rules(job, unit), Role.EXPERT, keep), "experts")
     behind = max(job.config.layers) + 2  # far enough that every layer's experts are finished
     for part in sensitivity_parts(windows["selection"], job.recipe):
         yield Step(f"layer weights: part {part}", behind, done(sensitivity_unit(part)), sensitivity_task(part))

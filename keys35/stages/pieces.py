@@ -14,7 +14,7 @@ from keys35.files.headers import ShardHeader, open_regular, read_header
 from keys35.files.shards import TensorSpec
 from keys35.glm.names import PROJECTIONS, Role, TensorRule, exl3_parts
 from keys35.stages.job import Job
-from keys35.stages.units import ExpertUnit, dense_file, dense_unit, expert_units
+from keys35.stages.units import ExpertUnit, dense_file, dense_unit, expert_units, recorded_entry
 
 UNITS_IN_MEMORY = 256
 
@@ -95,11 +95,10 @@ class Pieces:
         return receipt
 
     def _entry(self, path: Path, unit: str) -> dict[str, Any]:
-        name = path.relative_to(self.job.work.root).as_posix()
-        for entry in self._receipt(unit)["files"]:
-            if entry["path"] == name:
-                return entry
-        raise ResumeError(f"{unit} has no {name}: run `keys35 quantize --work {self.job.work.root}` first")
+        entry = recorded_entry(self.job, self._receipt(unit), path)
+        if entry is None:
+            raise ResumeError(f"{unit} has no {path.name}: run `keys35 quantize --work {self.job.work.root}` first")
+        return entry
 
     def _open(self, path: Path, unit: str) -> Piece:
         """Hold a file's table of contents against its receipt before any byte of it is published."""

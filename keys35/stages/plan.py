@@ -11,18 +11,28 @@ from keys35.allocation import require_exact
 from keys35.calibration.text import load_text_set
 from keys35.errors import Keys35Error, PlanError
 from keys35.exl3.viterbi import get_backend, prepare
-from keys35.files.atomic import free_bytes
-from keys35.files.source import ShardedSource
+from keys35.files.atomic import free_bytes, read_json
 from keys35.glm.config import GlmConfig
 from keys35.glm.names import BLOCK, Role, TensorRule, census, check_tp, shard_of, unit_count
-from keys35.recipe import Recipe
-from keys35.stages.job import read_source
+from keys35.recipe import Recipe, resource_dir
+from keys35.stages.job import Keep, read_source
+from keys35.stages.needs import device_bytes, host_bytes, work_parts
 from keys35.stages.profile import ProfileCost, mixed_units, profile_costs, profile_rules
-from keys35.stages.sizes import ClassSize, class_sizes, exl3_bytes
+from keys35.stages.sizes import ClassSize, class_sizes
 from keys35.stages.validate import held_out_panel
 
-FLOAT = 4
 PROBE_TILES = 256
+RATES = "encoder-h200.json"
+
+
+@dataclass(frozen=True)
+class MeasuredRate:
+    """A GPU's rate from weights and Hessians to packed tensors, as a benchmark file records it."""
+
+    device: str
+    weights_per_second: float
+    file: str
+    date: str
 
 
 @dataclass(frozen=True)
@@ -39,7 +49,7 @@ class Plan:
     shards: int
     shard_bytes: tuple[int, ...]
     tp: int
-    work_bytes: int
+    work_parts: dict[str, int]
     free_bytes: int
     host_bytes: int
     device_bytes: int
@@ -47,6 +57,21 @@ class Plan:
     backend: str
     weights_per_second: float
     missing: tuple[str, ...]
+    measured: MeasuredRate | None
+
+    @property
+    def work_bytes(self) -> int:
+        return sum(self.work_parts.values())
+
+    @property
+    def unified_bytes(self) -> int:
+        """What host and device take together where they share one memory; what is read leaves the page cache."""
+        return self.host_bytes + self.device_bytes
+
+    @property
+    def gpu_hours(self) -> float | None:
+        """Encoding at the measured rate, None without a measurement."""
+        return self.weights_to_encode / self.measured.weights_per_second / 3600 if self.measured else None
 
     @property
     def source_bytes(self) -> int:
@@ -65,7 +90,7 @@ class Plan:
         return self.weights_to_encode / self.weights_per_second
 
 
-def plan(source: Path, recipe: Recipe, work: Path | None = None, tp: int = 4) -> Plan:
+def plan(source: Path, recipe: Recipe, work: Path | None = None, tp: int = 4, keep: Keep = "all") -> Plan:
     """Check a source and predict the job; reads headers, never weights.
 
     Raises SourceError (files, index, names, shapes), PlanError (cuts, shards) and BudgetError early.
@@ -91,14 +116,15 @@ def plan(source: Path, recipe: Recipe, work: Path | None = None, tp: int = 4) ->
         shards=recipe.output.shards,
         shard_bytes=tuple(shard_bytes),
         tp=tp,
-        work_bytes=_work_bytes(rules, config, recipe),
+        work_parts=work_parts(rules, config, recipe, keep),
         free_bytes=free_bytes(work or Path.cwd()),
-        host_bytes=_host_bytes(opened, config, recipe),
-        device_bytes=_device_bytes(config, recipe),
+        host_bytes=host_bytes(max(nbytes.values()), config, recipe),
+        device_bytes=device_bytes(config, recipe),
         weights_to_encode=_weights_to_encode(rules, recipe),
         backend=backend,
         weights_per_second=rate,
         missing=tuple(_missing(Path(source), config, recipe)),
+        measured=measured_rate(),
     )
 
 
@@ -131,43 +157,14 @@ def _weights_to_encode(rules: list[TensorRule], recipe: Recipe) -> int:
     return sum(r.padded[0] * r.padded[1] * passes[r.role] for r in rules if r.quantized)
 
 
-def _work_bytes(rules: list[TensorRule], config: GlmConfig, recipe: Recipe) -> int:
-    """Candidates of every width, fixed-width tensors, Hessians of fixed-width linears, two states, MoE rows."""
-    stored = sum(exl3_bytes(r, sum(recipe.experts.widths)) for r in rules if r.role is Role.EXPERT)
-    stored += sum(exl3_bytes(r, recipe.mtp.bits) for r in rules if r.role is Role.MTP_EXPERT)
-    stored += sum(exl3_bytes(r, recipe.dense.bits) for r in rules if r.role is Role.DENSE)
-    dense = [r for r in rules if r.projection and r.expert is None]  # captured whether or not they are encoded
-    inputs = {(r.layer, r.in_features, r.module.rsplit(".", 1)[0]) for r in dense}
-    hessians = FLOAT * sum(width * width for _, width, _ in inputs)
-    return int(stored) + hessians + 2 * _state_bytes(config, recipe) + 2 * _rows_bytes(config, recipe)
-
-
-def _tokens(recipe: Recipe) -> int:
-    return (recipe.calibration.fit_windows + recipe.calibration.selection_windows) * recipe.calibration.window
-
-
-def _state_bytes(config: GlmConfig, recipe: Recipe) -> int:
-    """Hidden states of all windows (float32) and the sparse selection carried to sharing layers (int32)."""
-    return _tokens(recipe) * (config.hidden_size * FLOAT + min(config.index_topk, recipe.calibration.window) * 4)
-
-
-def _rows_bytes(config: GlmConfig, recipe: Recipe) -> int:
-    return _tokens(recipe) * (config.hidden_size * FLOAT + config.num_experts_per_tok * 2 * FLOAT)
-
-
-def _host_bytes(source: ShardedSource, config: GlmConfig, recipe: Recipe) -> int:
-    """The states and rows of one layer, its largest Hessian twice, its largest source tensor twice."""
-    largest = max(t.entry.nbytes for t in source.tensors.values())
-    width = max(config.num_attention_heads * config.v_head_dim, config.intermediate_size, config.hidden_size)
-    return _state_bytes(config, recipe) + _rows_bytes(config, recipe) + 2 * FLOAT * width * width + 2 * largest
-
-
-def _device_bytes(config: GlmConfig, recipe: Recipe) -> int:
-    """One layer in float32 while states advance, or one group of experts while it is encoded; the larger."""
-    expert = 3 * config.hidden_size * config.moe_intermediate_size * FLOAT
-    hessians = FLOAT * (config.hidden_size**2 + config.moe_intermediate_size**2)
-    group = recipe.experts.group * (6 * expert + 3 * hessians)
-    return max(config.n_routed_experts * expert, group)
+def measured_rate() -> MeasuredRate | None:
+    """The rate over a whole layer that the shipped benchmark found, None where no benchmark is at hand."""
+    path = resource_dir("benchmarks", "reports/benchmarks") / RATES
+    if not path.is_file():
+        return None
+    found = read_json(path)
+    rate = found["projection"]["layer_mws"] * 1e6
+    return MeasuredRate(found["device"], rate, f"reports/benchmarks/{RATES}", found["date"][:10])
 
 
 def _encoder_rate(recipe: Recipe) -> tuple[str, float]:

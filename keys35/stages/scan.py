@@ -24,16 +24,17 @@ class Broken:
         return f"{self.name}: {self.count} values are not finite, the first is {self.value} at {list(self.index)}"
 
 
-def scan(source: Path, progress: Progress) -> int:
+def scan(source: Path, progress: Progress, fp8: bool = False) -> int:
     """Check every floating-point tensor of a source, one in memory at a time; returns how many were read.
 
     Raises SourceError listing each tensor with NaN or Inf, the index of the first and their number.
     """
-    opened = ShardedSource.open(source)
+    opened = ShardedSource.open(source, fp8)
     found, read = [], 0
     for step in progress.walk("scan", opened.shards, lambda shard: shard.path.name):
-        found += broken_tensors(opened, step.unit.entries)
-        read += len(step.unit.entries)
+        names = [name for name in step.unit.entries if name in opened.tensors]  # FP8 scales are part of their weights
+        found += broken_tensors(opened, names)
+        read += len(names)
     if found:
         shown = "\n  ".join(str(item) for item in found[:20])
         more = f"\n  and {len(found) - 20} more" if len(found) > 20 else ""

@@ -6,12 +6,17 @@ from dataclasses import asdict, dataclass
 
 from keys35.engine.here import Here
 from keys35.engine.pool import Pool
+from keys35.engine.serve import where
 from keys35.engine.task import Task
+from keys35.errors import ResumeError
+from keys35.files.atomic import free_bytes, require_space
+from keys35.files.ledger import BEGUN
 from keys35.memory import release
 from keys35.progress import Meter, Progress
 from keys35.stages.job import Job
 
 AHEAD = 1
+QUEUED = 2  # tasks per worker
 
 
 @dataclass(frozen=True)
@@ -20,7 +25,7 @@ class Step:
 
     place: where it stands in the stage's order, a layer's number or beyond the last. A step begins when everything
     more than AHEAD places before it is finished, so the driver's forward pass runs while the layer before is encoded,
-    and at most two layers' rows lie on disk. kept: it was found finished.
+    and at most two layers' rows lie on disk. kept: it was found finished. nbytes: what it leaves on disk.
     """
 
     note: str
@@ -28,6 +33,7 @@ class Step:
     kept: bool
     do: Callable[[], object] | Task
     """The driver's own work, or a task."""
+    nbytes: int = 0
     event: str | None = None
     """What the log calls a finished task."""
 
@@ -39,8 +45,16 @@ def carry_out(
     pool: Pool | Here,
     progress: Progress,
     finished: Callable[[int], None] = lambda place: None,
+    passing: int = 0,
 ) -> None:
-    """Do a stage's steps; `finished(place)` is called when all steps of a place are done or were kept."""
+    """Do a stage's steps; `finished(place)` is called when all steps of a place are done or were kept.
+
+    Raises PlanError unless what the steps leave on disk fits, with `passing` bytes that come and go beside it, and
+    ResumeError when on the way the next step no longer does.
+    """
+    todo = [step.nbytes for step in steps if not step.kept]
+    if todo:
+        require_space(job.work.root, sum(todo) + passing)
     run = _Run(job, pool, progress.meter(stage, len(steps)), Counter(step.place for step in steps), finished)
     for step in steps:
         if step.kept:
@@ -50,10 +64,20 @@ def carry_out(
         if isinstance(step.do, Task):
             run.hand_out(step, step.do)
         else:
+            _watch(job, step)
+            job.work.log(BEGUN, unit=step.note, worker=where())
             step.do()
             release()
             run.end(step)
     run.wait_for(None)
+
+
+def _watch(job: Job, step: Step) -> None:
+    """Stop before a disk is full rather than in the middle of a unit; others may be filling it."""
+    free = free_bytes(job.work.root)
+    if free < step.nbytes:
+        raise ResumeError(f"{job.work.root}: the disk is nearly full, {free} bytes are free and {step.note} needs "
+                          f"{step.nbytes}: free space and run the same command again, finished work is kept")
 
 
 @dataclass
@@ -68,6 +92,9 @@ class _Run:
         self._pending: dict[str, Step] = {}
 
     def hand_out(self, step: Step, task: Task) -> None:
+        while self.pool.outstanding >= QUEUED * self.pool.size:  # so that free space is asked for when it matters
+            self._collect(None)
+        _watch(self.job, step)
         self._pending[task.unit] = step
         self.pool.submit(task)
         self._collect(0)
@@ -91,7 +118,7 @@ class _Run:
                 self.job.work.log(step.event, unit=unit)
             release()
             self.end(step)
-        if not ended:
+        if not ended and timeout is None:
             self.meter.beat(self._workers())
 
     def _workers(self) -> list[dict[str, object]]:

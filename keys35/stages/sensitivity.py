@@ -59,13 +59,13 @@ def conclude_sensitivity(job: Job, selection: Windows) -> None:
     middle, width = middle_width(job.recipe)
     tokens = torch.bincount(windows.domain, minlength=len(windows.domains)) * windows.tokens.shape[1]
     units = [sensitivity_unit(part) for part in sensitivity_parts(selection, job.recipe)]
-    parts = [job.work.require(unit)["kl"] for unit in units]
+    parts = [job.work.require(unit)["data"]["kl"] for unit in units]
     kl, alpha = {}, {}
     for layer in job.config.moe_layers:
         nats = sum(torch.tensor(part[str(layer)], dtype=torch.float64) for part in parts) / tokens
         error = torch.zeros(len(windows.domains), dtype=torch.float64)
         for unit in expert_units(job, layer):
-            error += torch.tensor(job.work.require(unit.name)["error"], dtype=torch.float64)[:, middle].sum(0)
+            error += torch.tensor(job.work.require(unit.name)["data"]["error"], dtype=torch.float64)[:, middle].sum(0)
         kl[str(layer)] = nats.tolist()
         alpha[str(layer)] = (nats / error.clamp_min(torch.finfo(torch.float64).tiny)).tolist()
     data = {"width": width, "windows": len(windows), "domains": list(windows.domains), "kl": kl, "alpha": alpha}

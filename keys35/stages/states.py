@@ -64,9 +64,13 @@ class States:
             chosen += [None if s is None else s.cpu() for s in selected]
         return States(after, tuple(chosen))
 
-    def tensors(self, prefix: str, keep_selection: bool) -> dict[str, Tensor]:
+    def rounded(self, dtype: torch.dtype) -> "States":
+        """The states that come back from disk when they are kept in `dtype`."""
+        return States(self.x.to(dtype).to(self.x.dtype), self.chosen)
+
+    def tensors(self, prefix: str, keep_selection: bool, dtype: torch.dtype) -> dict[str, Tensor]:
         """Named tensors for the work directory; selections as packed bits, and only if a next layer shares them."""
-        tensors = {f"{prefix}.x": self.x}
+        tensors = {f"{prefix}.x": self.x.to(dtype)}
         if keep_selection and self.chosen[0] is not None:
             tensors[f"{prefix}.chosen"] = _pack(self.chosen)
         return tensors
@@ -74,16 +78,16 @@ class States:
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], prefix: str) -> "States":
         """The inverse of `tensors`."""
-        x = tensors[f"{prefix}.x"]
+        x = tensors[f"{prefix}.x"].float()
         packed = tensors.get(f"{prefix}.chosen")
         return cls(x, (None,) * x.shape[0] if packed is None else _unpack(packed, x.shape[1]))
 
 
-def save_states(path: Path, parts: dict[str, States], keep_selection: bool) -> str:
-    """Write named groups of states ("fit", "selection") to one file; returns its SHA-256."""
+def save_states(path: Path, parts: dict[str, States], keep_selection: bool, dtype: torch.dtype) -> str:
+    """Write named groups of states ("fit", "selection") to one file in `dtype`; returns its SHA-256."""
     tensors: dict[str, Tensor] = {}
     for name, states in parts.items():
-        tensors |= states.tensors(name, keep_selection)
+        tensors |= states.tensors(name, keep_selection, dtype)
     return save_tensors(path, tensors)
 
 

@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from keys35.errors import ResumeError
 from keys35.files.atomic import load_tensors
+from keys35.glm.names import PROJECTIONS, TensorRule
 from keys35.stages.job import Job
 
 CALIBRATION = "measure/calibration"
@@ -40,6 +42,12 @@ def expert_units(job: Job, layer: int) -> list[ExpertUnit]:
     return [ExpertUnit(layer, group) for group in job.expert_groups()]
 
 
+def unit_rules(job: Job, unit: ExpertUnit) -> list[TensorRule]:
+    """The linears of a group of experts."""
+    names = [f"model.layers.{unit.layer}.mlp.experts.{e}.{leaf}.weight" for e in unit.experts for leaf in PROJECTIONS]
+    return [job.rules[name] for name in names]
+
+
 def capture_unit(layer: int) -> str:
     """Receipt of a layer's calibration pass."""
     return f"measure/capture/{layer_name(layer)}"
@@ -60,14 +68,18 @@ def dense_file(job: Job, layer: int) -> Path:
     return job.work.path("dense", f"{layer_name(layer)}.safetensors")
 
 
+def recorded_entry(job: Job, receipt: dict[str, Any] | None, path: Path) -> dict[str, Any] | None:
+    """What a receipt has of one of its unit's files, None if it has nothing."""
+    name = path.relative_to(job.work.root).as_posix()
+    return next((entry for entry in receipt["files"] if entry["path"] == name), None) if receipt else None
+
+
 def recorded_sha256(job: Job, unit: str, path: Path) -> str:
     """The hash a unit's receipt has for one of its files; raises ResumeError when there is none."""
-    receipt = job.work.receipt(unit)
-    name = path.relative_to(job.work.root).as_posix()
-    found = [entry["sha256"] for entry in receipt["files"] if entry["path"] == name] if receipt else []
-    if not found:
+    entry = recorded_entry(job, job.work.receipt(unit), path)
+    if entry is None:
         raise ResumeError(f"{unit} is missing or damaged in {job.work.root}: run `keys35 measure` on it again")
-    return found[0]
+    return entry["sha256"]
 
 
 def load_recorded(job: Job, unit: str, path: Path) -> dict[str, Tensor]:

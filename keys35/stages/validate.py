@@ -36,7 +36,7 @@ def validate(
     The reference's states are kept in `scratch` and reused. Writes KEYS35_QUALITY.json (no times in it) into `out`.
     Raises RankError (also when ranks and one process disagree), SourceError, PlanError.
     """
-    source = ShardedSource.open(reference)
+    source = ShardedSource.open(reference, recipe.source.fp8)
     config = GlmConfig.from_dict(source.config, mtp_hidden=recipe.mtp.hidden)
     store = WeightStore(source, config, device=backend_device(recipe.encoder.backend))
     panel = held_out_panel(reference, config, recipe)

@@ -1,7 +1,7 @@
 """Units of work and who does them: the tasks a stage hands out, and the worker that does one by its name."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,10 +13,13 @@ import torch
 from keys35.engine.here import Here
 from keys35.engine.local import LocalCrew
 from keys35.engine.pool import Pool, open_pool
+from keys35.engine.serve import where
 from keys35.engine.task import Crew, Task
+from keys35.files.atomic import write_as
+from keys35.files.ledger import BEGUN
 from keys35.stages.capture import calibration_windows, layer_rows
 from keys35.stages.dense import encode_dense
-from keys35.stages.experts import encode_experts
+from keys35.stages.experts import encode_chosen, encode_experts
 from keys35.stages.job import Job, attach_job
 from keys35.stages.sensitivity import propagate_part
 from keys35.stages.units import ExpertUnit, dense_unit, expert_units, sensitivity_unit
@@ -33,9 +36,18 @@ class Workers:
     address: str = "auto"
 
 
-def experts_task(unit: ExpertUnit, widths: Sequence[int]) -> Task:
-    """Encode a group of experts at some widths."""
-    return Task(unit.name, {"layer": unit.layer, "start": unit.experts.start, "widths": list(widths)})
+def experts_task(unit: ExpertUnit, widths: Sequence[int], keep: Sequence[int]) -> Task:
+    """Encode a group of experts at some widths and keep some of the encodings."""
+    return Task(unit.name, _place(unit) | {"widths": list(widths), "keep": list(keep)})
+
+
+def chosen_task(unit: ExpertUnit, chosen: Mapping[int, Sequence[int]]) -> Task:
+    """Encode some of a group's experts again, at the width chosen for each (width -> experts)."""
+    return Task(unit.name, _place(unit) | {"chosen": [[width, list(experts)] for width, experts in chosen.items()]})
+
+
+def _place(unit: ExpertUnit) -> dict[str, int]:
+    return {"layer": unit.layer, "start": unit.experts.start}
 
 
 def dense_task(layer: int) -> Task:
@@ -56,9 +68,10 @@ def unit_worker(job: Job) -> Callable[[Task], None]:
 
     def work(task: Task) -> None:
         match task.arguments:
-            case {"layer": layer, "start": start, "widths": widths}:
-                unit = next(unit for unit in expert_units(job, layer) if unit.experts.start == start)
-                encode_experts(job, unit, widths, rows(layer))
+            case {"layer": layer, "start": start, "widths": widths, "keep": keep}:
+                encode_experts(job, _unit(job, layer, start), widths, keep, rows(layer))
+            case {"layer": layer, "start": start, "chosen": chosen}:
+                encode_chosen(job, _unit(job, layer, start), dict(chosen), rows(layer))
             case {"layer": layer}:
                 encode_dense(job, layer)
             case {"part": part}:
@@ -67,8 +80,13 @@ def unit_worker(job: Job) -> Callable[[Task], None]:
     return work
 
 
+def _unit(job: Job, layer: int, start: int) -> ExpertUnit:
+    return next(unit for unit in expert_units(job, layer) if unit.experts.start == start)
+
+
 def open_worker(root: str) -> Callable[[Task], None]:
     """A worker of the job in a work directory; the factory that crews name."""
+    write_as(where().replace(":", "-"))
     return unit_worker(attach_job(Path(root)))
 
 
@@ -77,8 +95,8 @@ def open_workers(job: Job, workers: Workers) -> Iterator[Pool | Here]:
     """Workers for one stage, which end with the block; every task that begins is in the log."""
     calibration_windows(job)  # made once, before workers look for them
 
-    def begun(task: Task, where: str) -> None:
-        job.work.log("begun", unit=task.unit, worker=where)
+    def begun(task: Task, worker: str) -> None:
+        job.work.log(BEGUN, unit=task.unit, worker=worker)
 
     gpus = torch.cuda.device_count()
     if workers.engine == "local" and (workers.count or gpus) <= 1:
@@ -100,7 +118,8 @@ def _crew(job: Job, workers: Workers, gpus: int) -> Crew:
 
 def _environment(slot: int, count: int, gpus: int) -> dict[str, str]:
     """A worker's GPU, or its share of the cores."""
-    threads = str(max(1, len(os.sched_getaffinity(0)) // count))
+    share = max(1, len(os.sched_getaffinity(0)) // count)
+    threads = str(min(share, int(os.environ.get("OMP_NUM_THREADS") or share)))
     shared = {"OMP_NUM_THREADS": threads, "NUMBA_NUM_THREADS": threads}
     if not gpus:
         return shared

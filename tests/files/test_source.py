@@ -207,7 +207,7 @@ def test_fp8_source_is_refused_by_name(tmp_path: Path) -> None:  # case 1, 2
     weight = torch.ones(4, 4).to(torch.float8_e4m3fn)
     for tensors in ({"w.weight": weight}, {"w.weight": torch.ones(2), "w.weight_scale_inv": torch.ones(1)}):
         root = write_checkpoint(tmp_path / str(len(tensors)), tensors, shards=1)
-        with pytest.raises(SourceError, match="FP8 source: not supported yet, use the BF16 one.*w.weight"):
+        with pytest.raises(SourceError, match="FP8 source.*w.weight.*use the BF16 one, or say --fp8"):
             ShardedSource.open(root)
 
 

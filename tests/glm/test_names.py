@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from keys35.bench.standin import GLM_5_3
 from keys35.errors import PlanError, SourceError
 from keys35.glm.config import GlmConfig
 from keys35.glm.names import (
@@ -21,20 +22,6 @@ from keys35.glm.names import (
 )
 
 DEMO = Path(__file__).parents[2] / "keys35/demo/model"
-FULL_LAYERS = {0, 1, 2, *range(6, 78, 4)}
-GLM53 = {
-    "model_type": "glm_moe_dsa",
-    "hidden_size": 6144, "num_hidden_layers": 78, "num_nextn_predict_layers": 1, "intermediate_size": 12288,
-    "moe_intermediate_size": 2048, "first_k_dense_replace": 3, "n_routed_experts": 256,
-    "num_experts_per_tok": 8, "n_shared_experts": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
-    "scoring_func": "sigmoid", "topk_method": "noaux_tc", "n_group": 1, "topk_group": 1,
-    "num_attention_heads": 64, "q_lora_rank": 2048, "kv_lora_rank": 512, "qk_nope_head_dim": 192,
-    "qk_rope_head_dim": 64, "v_head_dim": 256, "index_n_heads": 32, "index_head_dim": 128, "index_topk": 2048,
-    "indexer_types": ["full" if i in FULL_LAYERS else "shared" for i in range(78)], "rms_norm_eps": 1e-5,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 8_000_000}, "vocab_size": 154880,
-    "eos_token_id": [154820, 154827, 154829],
-}  # fmt: skip
-
 
 def demo_dict() -> dict:
     return json.loads((DEMO / "config.json").read_text())
@@ -45,7 +32,7 @@ def as_found(config: GlmConfig) -> dict:
 
 
 def test_glm53_census_is_exact():
-    config = GlmConfig.from_dict(GLM53)
+    config = GlmConfig.from_dict(GLM_5_3)
     rules = census(config)
     assert len(rules) == 59_585
     assert total_params(rules) == 753_329_940_480
@@ -58,7 +45,7 @@ def test_glm53_census_is_exact():
 
 
 def test_glm53_has_81_shards_in_canonical_order():
-    config = GlmConfig.from_dict(GLM53)
+    config = GlmConfig.from_dict(GLM_5_3)
     shards = [shard_of(rule, config) for rule in census(config).values()]
     assert unit_count(config) == 81 and set(shards) == set(range(81)) and shards == sorted(shards)
     assert shards.count(0) == 1 and shards.count(80) == 2 and shards.count(79) == 791
@@ -85,7 +72,7 @@ def test_demo_census_equals_its_index():
 
 
 def test_split_kinds_follow_the_reader():
-    rules = census(GlmConfig.from_dict(GLM53))
+    rules = census(GlmConfig.from_dict(GLM_5_3))
     kinds = {
         "self_attn.q_a_proj": Split.REPLICATE, "self_attn.q_b_proj": Split.OUT, "self_attn.o_proj": Split.IN,
         "self_attn.kv_b_proj": Split.ROW, "self_attn.kv_a_proj_with_mqa": Split.REPLICATE,
@@ -176,7 +163,7 @@ def test_mtp_hidden_recipe_wins_over_config_over_default():
 
 
 def test_tp_must_cut_whole_blocks():
-    demo, full = GlmConfig.from_dict(demo_dict()), GlmConfig.from_dict(GLM53)
+    demo, full = GlmConfig.from_dict(demo_dict()), GlmConfig.from_dict(GLM_5_3)
     for tp in (1, 2, 4):
         check_tp(demo, tp)
         check_tp(full, tp)

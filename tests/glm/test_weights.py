@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from builders import write_checkpoint
 from builders_exl3 import DEMO, exl3_checkpoint
 
+from keys35.exl3.codebook import marker_tensor
 from keys35.exl3.linear import decode_weight
 from keys35.files.source import ShardedSource
 from keys35.glm.names import Split
@@ -69,3 +71,24 @@ def test_exl3_pass_runs_through_every_layer(packed, demo_config, prose):
     store = WeightStore(packed, demo_config)
     states = trunk(store, embed(store, prose[:1]))[0]
     assert states.isfinite().all() and states.std() > 0
+
+
+@pytest.mark.parametrize("codebook", ["mul1", "mcg", "3inst"])
+def test_the_marker_beside_a_trellis_says_its_codebook(packed, demo_config, codebook):
+    """mcg is what older checkpoints of others have; without a marker it is 3inst."""
+    store = WeightStore(packed, demo_config)
+    module = "model.layers.1.self_attn.q_a_proj"
+    parts = {part: packed.read(f"{module}.{part}") for part in ("trellis", "suh", "svh")}
+    wanted = decode_weight(*parts.values(), codebook)
+    marker = {codebook: marker_tensor(codebook)} if codebook != "3inst" else {}
+    found = store.unpack(store.rules[f"{module}.weight"], parts | marker)
+    assert torch.equal(found, wanted[: found.shape[1], : found.shape[0]].T)
+
+
+def test_a_checkpoint_with_mcg_markers_is_read_as_such(tmp_path, packed, demo_config):
+    module = "model.layers.1.self_attn.q_a_proj"
+    tensors = {name: packed.read(name) for name in packed.tensors if name.startswith(module)}
+    tensors[f"{module}.mcg"] = marker_tensor("mcg")
+    del tensors[f"{module}.mul1"]
+    store = WeightStore(ShardedSource.open(write_checkpoint(tmp_path / "mcg", tensors, shards=1)), demo_config)
+    assert set(store.stored(store.rules[f"{module}.weight"])) == {"trellis", "suh", "svh", "mcg"}

@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 from small import digest
+from tiny import EXPERTS, begun, make_tiny
 
+from keys35.demo import MODEL
 from keys35.engine import pool as engine
 from keys35.engine.local import LocalCrew
 from keys35.progress import Progress, Tick
+from keys35.recipe import load_recipe
 from keys35.stages.allocate import allocate
 from keys35.stages.assemble import assemble
 from keys35.stages.job import open_job
@@ -21,63 +24,44 @@ from keys35.stages.quantize import quantize
 from keys35.stages.workers import Workers
 
 
-def checkpoint(finished, root: Path, workers: Workers, show=None) -> dict[str, str]:
-    """The small model's checkpoint, made by these workers; hashes of all that assembly writes."""
-    with open_job(finished.source, finished.recipe, root / "work") as job:
-        progress = Progress(job.work, show)
-        measure(job, progress, workers)
-        allocate(job)
-        quantize(job, progress, workers)
-        assemble(job, root / "out", progress)
-    return digest(root / "out")
-
-
-def expected(finished) -> dict[str, str]:
-    """What this process alone made, without what later stages add to it."""
-    later = ("KEYS35_QUALITY.json", "KEYS35_REPORT.html", "KEYS35_MEASUREMENTS.json", "KEYS35_MAKING.json", "README.md")
-    return {name: value for name, value in digest(finished.out).items() if name not in later}
-
-
-def begun(root: Path) -> list[str]:
-    from keys35.files.ledger import Workdir
-
-    return [event["unit"] for event in Workdir.open(root / "work", None).events() if event["event"] == "begun"]
-
-
-def test_two_workers_make_the_same_bytes_and_show_themselves(finished, tmp_path: Path) -> None:
+def test_two_workers_make_the_same_bytes_and_show_themselves(tiny, tmp_path: Path) -> None:
     ticks: list[Tick] = []
-    assert checkpoint(finished, tmp_path, Workers(2), ticks.append) == expected(finished)
-    assert len(begun(tmp_path)) == len(set(begun(tmp_path)))
-    measured = [tick for tick in ticks if tick.stage == "measure"]
-    assert len(measured[-1].workers) == 2 and measured[-1].done == measured[-1].total
-    assert sum(worker["done"] for worker in measured[-1].workers) == 2 + 1  # groups of one layer, a part of the weights
+    assert make_tiny(tiny.source, tmp_path, Workers(2), ticks.append) == digest(tiny.out)
+    units = begun(tmp_path / "work")
+    assert len(units) == len(set(units))
+    last = [tick for tick in ticks if tick.stage == "measure"][-1]
+    assert last.done == last.total and len(last.workers) == 2
+    assert sum(worker["done"] for worker in last.workers) == 2 * EXPERTS + 1, "experts of two layers, a part of weights"
 
 
 @pytest.mark.slow
-def test_four_workers_make_the_same_bytes(finished, tmp_path: Path) -> None:
-    assert checkpoint(finished, tmp_path, Workers(4)) == expected(finished)
+def test_keeping_errors_only_makes_the_same_bytes_from_less(tiny, tmp_path: Path) -> None:
+    assert make_tiny(tiny.source, tmp_path, Workers(1), keep="errors") == digest(tiny.out)
+    encoded = [sum(path.stat().st_size for path in (root / "experts").rglob("*.safetensors"))
+               for root in (tiny.work, tmp_path / "work")]
+    assert encoded[1] < 0.8 * encoded[0]
+    assert not list((tmp_path / "work/rows").iterdir()) and len(list((tmp_path / "work/states").iterdir())) == 1
+
+
+@pytest.mark.slow
+def test_four_workers_make_the_same_bytes(tiny, tmp_path: Path) -> None:
+    assert make_tiny(tiny.source, tmp_path, Workers(4)) == digest(tiny.out)
 
 
 @contextmanager
 def killing(monkeypatch: pytest.MonkeyPatch, kills: int, chance: random.Random) -> Iterator[set[int]]:
-    """Kill a random worker every now and then, up to so many; mostly ones that are at work."""
-    crews: list[LocalCrew] = []
+    """Kill a random worker every now and then, up to so many times."""
     killed: set[int] = set()
-    start, listen = LocalCrew.__init__, LocalCrew.listen
+    listen = LocalCrew.listen
 
-    def remember(self, *arguments):
-        start(self, *arguments)
-        crews.append(self)
-
-    def listen_and_kill(self, timeout: float):
-        events = listen(self, min(timeout, chance.uniform(0.05, 2.0)))
+    def listen_and_kill(self: LocalCrew, timeout: float):
+        events = listen(self, min(timeout, chance.uniform(0.05, 3.0)))
         victim = self.pid(chance.randrange(self.size))
         if not events and len(killed) < kills and victim not in killed | {None}:
             os.kill(victim, signal.SIGKILL)
             killed.add(victim)
         return events
 
-    monkeypatch.setattr(LocalCrew, "__init__", remember)
     monkeypatch.setattr(LocalCrew, "listen", listen_and_kill)
     monkeypatch.setattr(engine, "STARTS_IN_VAIN", kills + 1)
     monkeypatch.setattr(engine, "DEATHS_PER_TASK", kills + 1)
@@ -85,25 +69,48 @@ def killing(monkeypatch: pytest.MonkeyPatch, kills: int, chance: random.Random) 
 
 
 @pytest.mark.slow
-def test_twenty_workers_killed_change_nothing(finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_twenty_workers_killed_change_nothing(tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with killing(monkeypatch, 20, random.Random(35)) as killed:
-        assert checkpoint(finished, tmp_path, Workers(2)) == expected(finished)
-    assert len(killed) == 20
-    repeated = len(begun(tmp_path)) - len(set(begun(tmp_path)))
-    print(f"20 workers killed, {repeated} of {len(set(begun(tmp_path)))} units repeated")
-    assert repeated <= 20
+        assert make_tiny(tiny.source, tmp_path, Workers(2)) == digest(tiny.out)
+    units = begun(tmp_path / "work")
+    print(f"{len(killed)} workers killed, {len(units) - len(set(units))} of {len(set(units))} units begun again")
+    assert len(killed) == 20 and len(units) - len(set(units)) <= 20
 
 
-@pytest.mark.slow
-def test_a_ray_cluster_of_two_nodes_makes_the_same_bytes(finished, tmp_path: Path) -> None:
+@contextmanager
+def cluster_of_two() -> Iterator[str]:
+    """Two Ray nodes on this machine; the address of their head."""
     pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
     try:
         cluster.add_node(num_cpus=1)
-        workers = Workers(2, "ray", cluster.address)
-        assert checkpoint(finished, tmp_path, workers) == expected(finished)
+        yield cluster.address
     finally:
         cluster.shutdown()
-    assert len(begun(tmp_path)) == len(set(begun(tmp_path)))
+
+
+@pytest.mark.slow
+def test_a_ray_cluster_of_two_nodes_makes_the_same_bytes(tiny, tmp_path: Path) -> None:
+    with cluster_of_two() as address:
+        assert make_tiny(tiny.source, tmp_path, Workers(2, "ray", address)) == digest(tiny.out)
+    units = begun(tmp_path / "work")
+    assert len(units) == len(set(units))
+
+
+@pytest.mark.slow
+def test_the_demo_is_the_same_by_every_engine(tmp_path: Path) -> None:
+    """The bundled model with 1, 2 and 4 workers and on two Ray nodes."""
+    with cluster_of_two() as address:
+        choices = [Workers(1), Workers(2), Workers(4), Workers(2, "ray", address)]
+        made = []
+        for number, workers in enumerate(choices):
+            root = tmp_path / str(number)
+            with open_job(MODEL, load_recipe("demo"), root / "work") as job:
+                measure(job, Progress(), workers)
+                allocate(job)
+                quantize(job, Progress(), workers)
+                assemble(job, root / "out", Progress())
+            made.append(digest(root / "out"))
+    assert made[1:] == made[:1] * 3

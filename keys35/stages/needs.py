@@ -1,0 +1,82 @@
+"""What a job needs of disk and memory, in bytes: asked by `plan` for all of it, by each stage for what is left."""
+
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+
+from keys35.glm.config import GlmConfig
+from keys35.glm.names import Role, TensorRule
+from keys35.recipe import Recipe
+from keys35.stages.sizes import exl3_bytes
+from keys35.stages.states import WINDOWS_AT_ONCE_TOKENS
+
+FLOAT, BF16, INDEX = 4, 2, 4
+
+
+def tokens(recipe: Recipe) -> int:
+    """Calibration tokens of both splits."""
+    return (recipe.calibration.fit_windows + recipe.calibration.selection_windows) * recipe.calibration.window
+
+
+def _value(recipe: Recipe) -> int:
+    return FLOAT if recipe.calibration.states == "float32" else BF16
+
+
+def states_bytes(config: GlmConfig, recipe: Recipe) -> int:
+    """Hidden states of all windows between two layers, and the sparse selections that layers share, as bits."""
+    return tokens(recipe) * (config.hidden_size * _value(recipe) + recipe.calibration.window // 8)
+
+
+def rows_bytes(config: GlmConfig, recipe: Recipe) -> int:
+    """Inputs and routing of one layer's experts."""
+    return tokens(recipe) * (config.hidden_size * _value(recipe) + config.num_experts_per_tok * (FLOAT + INDEX))
+
+
+def hessian_bytes(rules: Iterable[TensorRule]) -> int:
+    """One float32 matrix per distinct input of dense linears, which are captured whether or not they are encoded."""
+    dense = [rule for rule in rules if rule.projection and rule.expert is None]
+    inputs = {(rule.layer, rule.in_features, rule.module.rsplit(".", 1)[0]) for rule in dense}
+    return FLOAT * sum(width * width for _, width, _ in inputs)
+
+
+def encoded_bytes(rules: Iterable[TensorRule], role: Role, widths: Sequence[int | Fraction]) -> int:
+    """Encodings of all linears of a role, one file per width."""
+    return int(sum(exl3_bytes(rule, bits) for rule in rules if rule.role is role for bits in widths))
+
+
+def work_parts(rules: Sequence[TensorRule], config: GlmConfig, recipe: Recipe, keep: str) -> dict[str, int]:
+    """What the work directory holds at its fullest, by kind."""
+    widths, layers = recipe.experts.widths, len(config.moe_layers)
+    candidates = encoded_bytes(rules, Role.EXPERT, widths)
+    if keep == "errors":  # the middle width, which weighs layers, and at most every expert once more as it is chosen
+        candidates = encoded_bytes(rules, Role.EXPERT, [widths[len(widths) // 2], recipe.experts.budget])
+    return {
+        "candidate encodings": candidates,
+        "dense linears and MTP experts": encoded_bytes(rules, Role.DENSE, [recipe.dense.bits])
+        + encoded_bytes(rules, Role.MTP_EXPERT, [recipe.mtp.bits]),
+        "Hessians": hessian_bytes(rules),
+        "states of two layers": 2 * states_bytes(config, recipe),
+        "rows of two layers": 2 * rows_bytes(config, recipe) if layers else 0,
+    }
+
+
+def host_bytes(largest: int, config: GlmConfig, recipe: Recipe) -> int:
+    """Peak of the driver: a layer's states before and after with its rows, or the copies that weigh layers.
+
+    States are float32 in memory whatever they are on disk. `largest` is the largest source tensor, held twice, as is
+    the largest Hessian.
+    """
+    width = max(config.num_attention_heads * config.v_head_dim, config.intermediate_size, config.hidden_size)
+    passing = 2 * FLOAT * width * width + 2 * largest
+    states = FLOAT * config.hidden_size * tokens(recipe)
+    rows = tokens(recipe) * (FLOAT * config.hidden_size + config.num_experts_per_tok * (FLOAT + 2 * INDEX))
+    at_once = max(1, WINDOWS_AT_ONCE_TOKENS // recipe.calibration.window) * recipe.calibration.window
+    copies = (len(config.moe_layers) + 1) * at_once * config.hidden_size * FLOAT
+    return max(2 * states + rows, copies) + passing
+
+
+def device_bytes(config: GlmConfig, recipe: Recipe) -> int:
+    """One layer in float32 while states advance, or one group of experts while it is encoded; the larger."""
+    expert = 3 * config.hidden_size * config.moe_intermediate_size * FLOAT
+    hessians = FLOAT * (config.hidden_size**2 + config.moe_intermediate_size**2)
+    group = recipe.experts.group * (6 * expert + 3 * hessians)
+    return max(config.n_routed_experts * expert, group)

@@ -1,0 +1,52 @@
+"""A whole FP8 source: refused without the flag, planned as the BF16 one with it, carried tensors leave as BF16."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from builders import write_checkpoint
+from tiny import TINY, tiny_recipe, tiny_source
+
+from keys35.errors import SourceError
+from keys35.files.source import ShardedSource
+from keys35.glm.config import GlmConfig
+from keys35.glm.names import census
+from keys35.progress import Progress
+from keys35.stages.plan import plan
+from keys35.stages.scan import scan
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The tiny model in BF16, and with every linear in FP8 as the public checkpoint has them."""
+    root = tmp_path_factory.mktemp("fp8")
+    plain = tiny_source(root / "bf16")
+    held = {}
+    opened = ShardedSource.open(plain)
+    for name, rule in census(GlmConfig.from_dict(TINY)).items():
+        value = opened.read(name)
+        if rule.projection:
+            blocks = [-(-size // 128) for size in value.shape]
+            held[name] = (value.float() * 1000).to(torch.float8_e4m3fn)
+            held[f"{name}_scale_inv"] = torch.full(blocks, 1e-3)
+        else:
+            held[name] = value
+    side = {"tokenizer.json": (plain / "tokenizer.json").read_bytes()}
+    return plain, write_checkpoint(root / "fp8", held, shards=5, config=TINY, side_files=side)
+
+
+def test_plan_needs_the_flag_and_then_gives_the_same_output(sources: tuple[Path, Path]) -> None:
+    plain, fp8 = sources
+    with pytest.raises(SourceError, match="FP8 source.*use the BF16 one, or say --fp8"):
+        plan(fp8, tiny_recipe(), tp=1)
+    found, wanted = plan(fp8, tiny_recipe().with_fp8(), tp=1), plan(plain, tiny_recipe(), tp=1)
+    assert (found.tensors, found.output_bytes, found.shard_bytes) == (
+        wanted.tensors, wanted.output_bytes, wanted.shard_bytes)
+
+
+def test_every_value_is_read_once_and_near_the_original(sources: tuple[Path, Path]) -> None:
+    plain, fp8 = (ShardedSource.open(root, fp8=root.name == "fp8") for root in sources)
+    assert scan(sources[1], Progress(), fp8=True) == len(plain.tensors)
+    for name in plain.tensors:
+        a, b = plain.read(name).float(), fp8.read(name).float()
+        assert (a - b).abs().max() <= 0.07 * a.abs().max(), name
