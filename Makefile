@@ -16,7 +16,7 @@ demo: $(READY)
 
 # A process per core with one thread each; files stay whole, because their tests share what they make.
 test: $(READY_DEV)
-	OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 proof: $(READY_DEV)
 	$(BIN)/python -m pytest -q -m slow

@@ -17,6 +17,14 @@ from keys35.stages.pipeline import run
 from keys35.stages.workers import Workers
 
 
+LONG = ("test_kill", "test_profiles", "test_workers", "test_cuda_sources", "test_generality")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first, so that no process is left alone with one of them at the end."""
+    items.sort(key=lambda item: item.path.stem not in LONG)
+
+
 @dataclass(frozen=True)
 class Finished:
     source: Path
