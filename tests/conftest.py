@@ -16,7 +16,6 @@ from keys35.stages.job import open_job
 from keys35.stages.pipeline import run
 from keys35.stages.workers import Workers
 
-
 LONG = ("test_kill", "test_profiles", "test_workers", "test_cuda_sources", "test_generality")
 
 
