@@ -114,6 +114,7 @@ class Encoder(_Section):
 
     backend: Literal["auto", "cpu", "cuda", "exllamav3"] = Field("auto", description="who runs the trellis search")
     sigma_reg: float = Field(0.025, gt=0, lt=1, description="damping, as a share of the Hessian's mean diagonal")
+    low_memory: bool = Field(False, description="a GPU encodes and carries less at a time: under 24 GiB for GLM-5.3")
     refit_rounds: int = Field(1, ge=0, le=8, description="times the scales are fitted again after the search")
 
 

@@ -1,11 +1,14 @@
 """What one layer's calibration pass leaves behind: Hessians of its linears' inputs, and its MoE rows."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from keys35.glm.block import Observer
+from keys35.host import into_host
 from keys35.recipe import Calibration
 
 SHARED_INPUT = "mlp.shared_experts.gate_proj"  # sees every token, as the routed experts' common input does
@@ -14,7 +17,10 @@ ALL_TOKEN_ROWS = 4096
 
 @dataclass(frozen=True)
 class MoeRows:
-    """Inputs and routing of one MoE layer. x (T, d) float32; expert_ids, weights (T, k); rows are in window order."""
+    """Inputs and routing of one MoE layer, in window order.
+
+    x (T, d), float32 or bfloat16; expert_ids int64 (T, k); weights float32 (T, k).
+    """
 
     x: Tensor
     expert_ids: Tensor
@@ -29,16 +35,24 @@ class MoeRows:
         """The same rows on a device."""
         return MoeRows(self.x.to(device), self.expert_ids.to(device), self.weights.to(device))
 
-    def tensors(self, prefix: str, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The rows as named tensors for the work directory, x in `dtype`."""
+    def tensors(self, prefix: str) -> dict[str, Tensor]:
+        """The rows as named tensors for the work directory."""
         ids = self.expert_ids.to(torch.int32)
-        return {f"{prefix}.x": self.x.to(dtype), f"{prefix}.expert_ids": ids, f"{prefix}.weights": self.weights}
+        return {f"{prefix}.x": self.x, f"{prefix}.expert_ids": ids, f"{prefix}.weights": self.weights}
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], prefix: str) -> "MoeRows":
         """The inverse of `tensors`."""
         ids = tensors[f"{prefix}.expert_ids"].long()
-        return cls(tensors[f"{prefix}.x"].float(), ids, tensors[f"{prefix}.weights"])
+        return cls(tensors[f"{prefix}.x"], ids, tensors[f"{prefix}.weights"])
+
+
+Clock = Callable[[str], AbstractContextManager[None]]
+"""Times what happens in a block, under a name."""
+
+
+def _untimed(name: str) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 class Capture(Observer):
@@ -47,25 +61,29 @@ class Capture(Observer):
     Hessians are keyed by the first module (without "model.layers.N.") of those that share an input.
     """
 
-    def __init__(self, want_hessians: bool):
-        self._want_hessians = want_hessians
+    def __init__(self, tokens: int, dtype: torch.dtype = torch.float32, hessians: Clock | None = _untimed):
+        """tokens: how many rows will come in all; dtype: in what MoE rows are kept; hessians: None for no sums, or
+        what times them."""
+        self._timed = hessians
+        self._tokens, self._dtype, self._seen = tokens, dtype, 0
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, int] = {}
-        self._moe: list[MoeRows] = []
+        self._moe: MoeRows | None = None
         self.carrier: dict[str, str] = {}
 
     def linear_input(self, modules: tuple[str, ...], rows: Tensor, where: Tensor) -> None:
         """All `modules` take these rows (n, in_features); the first one carries the Hessian for all."""
-        if not self._want_hessians:
+        if self._timed is None:
             return
         names = [module.split(".", 3)[3] for module in modules]
-        rows = rows.float()
-        product = rows.T @ rows
         key = names[0]
-        if key in self._sums:
-            self._sums[key] += product
-        else:
-            self._sums[key] = product
+        with self._timed("Hessians"):
+            rows = rows.float()
+            product = rows.T @ rows
+            if key in self._sums:
+                self._sums[key] += product
+            else:
+                self._sums[key] = product
         self._counts[key] = self._counts.get(key, 0) + rows.shape[0]
         self.carrier.update(dict.fromkeys(names, key))
 
@@ -73,7 +91,14 @@ class Capture(Observer):
         self, layer: int, rows: Tensor, expert_ids: Tensor, expert_weights: Tensor, routed: Tensor, where: Tensor
     ) -> None:
         """A run of windows in order: MoE input (n, d), choice (n, k) and router weights (n, k)."""
-        self._moe.append(MoeRows(rows.float().cpu(), expert_ids.cpu(), expert_weights.float().cpu()))
+        if self._moe is None:
+            x = torch.empty(self._tokens, rows.shape[1], dtype=self._dtype)
+            ids = torch.empty(self._tokens, expert_ids.shape[1], dtype=torch.int64)
+            self._moe = MoeRows(x, ids, torch.empty(ids.shape))
+        part = slice(self._seen, self._seen + len(rows))
+        for kept, new in ((self._moe.x, rows), (self._moe.expert_ids, expert_ids), (self._moe.weights, expert_weights)):
+            into_host(kept[part], new)
+        self._seen += len(rows)
 
     def hessians(self) -> dict[str, Tensor]:
         """Mean x^T x per distinct input, keyed by its first linear; float32 (in, in) on the host."""
@@ -81,10 +106,8 @@ class Capture(Observer):
 
     def moe_rows(self) -> MoeRows | None:
         """All windows' rows in order, None for a dense layer."""
-        if not self._moe:
-            return None
-        parts = [(m.x, m.expert_ids, m.weights) for m in self._moe]
-        return MoeRows(*(torch.cat(column) for column in zip(*parts, strict=True)))
+        assert self._moe is None or self._seen == self._tokens, "rows are missing"
+        return self._moe
 
 
 @dataclass(frozen=True)
@@ -106,12 +129,13 @@ def expert_hessians(
     has fewer rows than input features; with no rows it is all of it.
     """
     index, router = rows.of(expert)
-    sample = rows.x[:: max(1, rows.x.shape[0] // ALL_TOKEN_ROWS)]
+    router, layer_hessian = router.to(gate.device), layer_hessian.to(gate.device)
+    sample = rows.x[:: max(1, rows.x.shape[0] // ALL_TOKEN_ROWS)].to(gate.device).float()
     inner_all = _mean_outer(_inner(sample, gate, up), None)
     if choice.hessian == "all":
         return ExpertHessians(layer_hessian, inner_all, len(index), 1.0)
     weight = router.square() if choice.hessian == "weighted" else torch.ones_like(router)
-    x = rows.x[index]
+    x = rows.x[index].to(gate.device).float()
     d, f = gate.shape
     share = [max(choice.shrink, width / (width + len(index))) for width in (d, f)]
     if not len(index) or not weight.sum() > 0:

@@ -47,7 +47,7 @@ class EncodeOptions:
     refit_rounds: int = 1
     powers: ScalePowers = ScalePowers()
     scaled_metric: bool = True
-    stack_elements: int = 1 << 28
+    stack_elements: int = 3 << 27
 
 
 @dataclass(frozen=True)
@@ -153,6 +153,9 @@ def _padded_shape(weight: Tensor) -> tuple[int, int]:
 
 
 def _pad(matrix: Tensor, shape: tuple[int, int]) -> Tensor:
+    """A float32 matrix with zeros around it; the matrix itself where there is nothing to add."""
+    if tuple(matrix.shape) == shape and matrix.dtype == torch.float32:
+        return matrix
     padded = torch.zeros(shape, device=matrix.device)
     padded[: matrix.shape[0], : matrix.shape[1]] = matrix
     return padded

@@ -141,22 +141,34 @@ def save_tensors(
     Views and tensors that share memory are written as separate contiguous copies; wide dtypes come first,
     then names in order, so that every tensor is aligned and the same input gives the same bytes.
     """
-    return _save(path, tensors, metadata or {}, None)
+    return write_safetensors(path, *_laid_out(tensors), metadata or {})[1]
 
 
 def save_pieces(path: Path, tensors: Mapping[str, torch.Tensor]) -> Saved:
     """The same for tensors that are later read one by one, each of which gets a hash of its own."""
+    return write_pieces(path, *_laid_out(tensors))
+
+
+def write_pieces(
+    path: Path, layout: Sequence[tuple[str, str, tuple[int, ...]]], contents: Iterable[memoryview]
+) -> Saved:
+    """Stream tensors (name, dtype, shape) and their bytes into a file whose tensors are later read one by one."""
     each: dict[str, str] = {}
-    digest = _save(path, tensors, {}, each)
+    digest = write_safetensors(path, layout, contents, {}, each)[1]
     return Saved(digest, read_header(path).digest, each)
 
 
-def _save(
-    path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str], each: dict[str, str] | None
-) -> str:
+def tensors_layout(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Name, dtype and shape of tensors in the order in which they are saved."""
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    layout = [(name, SAFETENSORS_NAME[tensors[name].dtype], tuple(tensors[name].shape)) for name in order]
-    return write_safetensors(path, layout, (tensor_bytes(tensors[name]) for name in order), metadata, each)[1]
+    return [(name, SAFETENSORS_NAME[tensors[name].dtype], tuple(tensors[name].shape)) for name in order]
+
+
+def _laid_out(
+    tensors: Mapping[str, torch.Tensor],
+) -> tuple[list[tuple[str, str, tuple[int, ...]]], Iterator[memoryview]]:
+    layout = tensors_layout(tensors)
+    return layout, (tensor_bytes(tensors[name]) for name, _, _ in layout)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:

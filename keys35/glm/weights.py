@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 
 import torch
@@ -104,13 +105,12 @@ class StoredLayer:
     def linear(self, module: str, x: Tensor) -> Tensor:
         return F.linear(x, self._value(f"model.layers.{self._layer}.{module}.weight"))
 
-    def load(self) -> None:
-        """Read everything now, for a layer that is to stay in memory."""
-        for rule in self._store.rules.values():
-            if rule.layer == self._layer and self._keep is Keep.PACKED:
-                self._parts(rule)
-            elif rule.layer == self._layer:
-                self._value(rule.name)
+    def load(self, readers: int = 1) -> None:
+        """Read everything now, for a layer that is to stay in memory; `WeightStore.read` counts for one reader only."""
+        rules = [rule for rule in self._store.rules.values() if rule.layer == self._layer]
+        fetch = self._parts if self._keep is Keep.PACKED else lambda rule: self._value(rule.name)
+        with ThreadPoolExecutor(readers) as pool:
+            list(pool.map(fetch, rules))
 
     def _value(self, name: str) -> Tensor:
         if name in self._ready:

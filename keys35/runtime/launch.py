@@ -1,13 +1,5 @@
 """Start the tensor-parallel runtime and collect what its ranks report."""
 
-import logging
-import os
-import re
-import signal
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,21 +9,26 @@ from keys35.errors import RankError, SourceError
 from keys35.files.atomic import read_json
 from keys35.glm.config import GlmConfig
 from keys35.glm.names import check_tp
+from keys35.runtime.group import RankGroup
 from keys35.runtime.panel import Panel
 from keys35.runtime.rank import RankJob, choose_device, run_job
 from keys35.runtime.ranks import Ranks
 
-log = logging.getLogger(__name__)
-
-SHUTDOWN_S = 15
-# glibc would otherwise keep freed activations: 460 MB a rank instead of 310 on the demo panel.
-_TIGHT_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 20)}
 _AGAIN = "run the panel again"
 
 
 @dataclass(frozen=True)
+class Done:
+    """What became of a job: its result, its ranks' reports, and the seconds of the slowest."""
+
+    result: dict[str, Any]
+    ranks: tuple[dict[str, Any], ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
 class PanelResult:
-    """Metrics of a checkpoint on a panel (see PanelMetrics.result), each rank's report, seconds in all."""
+    """Metrics of a checkpoint on a panel (see PanelMetrics.result), each rank's report, seconds of the slowest."""
 
     metrics: dict[str, Any]
     ranks: tuple[dict[str, Any], ...]
@@ -51,7 +48,7 @@ class PanelRun:
 
 @dataclass(frozen=True)
 class Generated:
-    """Greedy tokens after a prompt, each rank's report, seconds in all."""
+    """Greedy tokens after a prompt, each rank's report, seconds of the slowest."""
 
     tokens: tuple[int, ...]
     ranks: tuple[dict[str, Any], ...]
@@ -96,11 +93,23 @@ def run_panels(
     `timeout_s` bounds every exchange between ranks, `limit_s` all of it. Raises RankError, never hangs, when a rank
     dies, disagrees or cannot open its port.
     """
-    jobs = []
+    jobs = panel_jobs(checkpoint, runs, mtp_hidden=mtp_hidden, device=device, timeout_s=timeout_s)
+    return panel_results(launch(jobs, tp, limit_s=limit_s, port=port))
+
+
+def panel_jobs(
+    checkpoint: Path | str,
+    runs: Sequence[PanelRun],
+    *,
+    mtp_hidden: str | None = None,
+    device: str = "auto",
+    timeout_s: float = 300.0,
+) -> list[RankJob]:
+    """What ranks are asked for to score panels; each panel is written to its folder."""
     for run in runs:
-        run.out_dir.mkdir(parents=True, exist_ok=True)
         run.panel.save(run.out_dir / "panel.json")
-        jobs.append(RankJob(
+    return [
+        RankJob(
             checkpoint=str(checkpoint),
             out=str(run.out_dir),
             panel=str(run.out_dir / "panel.json"),
@@ -110,9 +119,14 @@ def run_panels(
             device=device,
             dtype=run.dtype,
             timeout_s=timeout_s,
-        ))
-    done = launch(jobs, tp, limit_s=limit_s, port=port)
-    return [PanelResult(result["metrics"], ranks, seconds) for result, ranks, seconds in done]
+        )
+        for run in runs
+    ]
+
+
+def panel_results(done: Sequence[Done]) -> list[PanelResult]:
+    """Results of the jobs of `panel_jobs`."""
+    return [PanelResult(one.result["metrics"], one.ranks, one.seconds) for one in done]
 
 
 def run_generate(
@@ -141,101 +155,53 @@ def run_generate(
         dtype=dtype,
         timeout_s=timeout_s,
     )
-    [(result, ranks, seconds)] = launch([job], tp, limit_s=limit_s, port=port)
-    return Generated(tuple(result["tokens"]), ranks, seconds)
+    [done] = launch([job], tp, limit_s=limit_s, port=port)
+    return Generated(tuple(done.result["tokens"]), done.ranks, done.seconds)
 
 
 def launch(
     jobs: Sequence[RankJob], tp: int, *, limit_s: float | None = None, port: int | None = None
-) -> list[tuple[dict[str, Any], tuple[dict[str, Any], ...], float]]:
-    """Run jobs, one after the other, on the same `tp` ranks of this machine.
-
-    Returns each one's result, its ranks' reports and its seconds, the first one's with the ranks' start.
-    """
-    started, outs = time.monotonic(), [Path(job.out) for job in jobs]
-    for job, out in zip(jobs, outs, strict=True):
-        _check_ranks(job, tp)
-        for stale in [*out.glob("rank-*.json"), out / "result.json"]:
-            stale.unlink(missing_ok=True)
-        job.save(out / "job.json")
-    if tp == 1:
-        device = choose_device(jobs[0].device, 0, 1)
-        for job in jobs:
-            run_job(job, Ranks(), device)
-    else:
-        _torchrun(outs, tp, limit_s, port)
-    results = [read_json(out / "result.json", RankError, _AGAIN) for out in outs]
-    ranks = [tuple(read_json(out / f"rank-{rank}.json", RankError, _AGAIN) for rank in range(tp)) for out in outs]
-    seconds = [max(report["seconds"] for report in reports) for reports in ranks]
-    seconds[0] = time.monotonic() - started - sum(seconds[1:])
-    return list(zip(results, ranks, seconds, strict=True))
+) -> list[Done]:
+    """Run jobs, one after the other, on the same `tp` ranks of this machine, the first one's device and time limit."""
+    for job in jobs:
+        check_ranks(job.checkpoint, tp)
+    group = None
+    if tp > 1:
+        first = jobs[0]
+        group = RankGroup(Path(first.out), tp, device=first.device, timeout_s=first.timeout_s, port=port)
+    return Running(jobs, tp, group).results(limit_s)
 
 
-def _check_ranks(job: RankJob, tp: int) -> None:
-    """Refuse an impossible split from the config alone, before any process starts."""
-    config = Path(job.checkpoint.format(rank=0)) / "config.json"
+class Running:
+    """Jobs that ranks are at work on; without a group, one rank does them in this process when asked for results."""
+
+    def __init__(self, jobs: Sequence[RankJob], tp: int, group: RankGroup | None) -> None:
+        self._jobs, self._tp, self._group = jobs, tp, group
+        self._outs = [Path(job.out) for job in jobs]
+        for out in self._outs:
+            out.mkdir(parents=True, exist_ok=True)
+            for stale in [*out.glob("rank-*[0-9].json"), out / "result.json"]:
+                stale.unlink(missing_ok=True)
+        if group:
+            group.give(jobs)
+
+    def results(self, limit_s: float | None = None) -> list[Done]:
+        """Wait for all of them. Raises RankError, never hangs, when a rank dies, disagrees or is late."""
+        if self._group:
+            self._group.wait(limit_s)
+        else:
+            device = choose_device(self._jobs[0].device, 0, 1)
+            for job in self._jobs:
+                run_job(job, Ranks(), device)
+        return [self._read(out) for out in self._outs]
+
+    def _read(self, out: Path) -> Done:
+        ranks = tuple(read_json(out / f"rank-{rank}.json", RankError, _AGAIN) for rank in range(self._tp))
+        result = read_json(out / "result.json", RankError, _AGAIN)
+        return Done(result, ranks, max(report["seconds"] for report in ranks))
+
+
+def check_ranks(checkpoint: Path | str, tp: int) -> None:
+    """Refuse (PlanError) an impossible split from the config alone, before any process starts."""
+    config = Path(str(checkpoint).format(rank=0)) / "config.json"
     check_tp(GlmConfig.from_dict(read_json(config, SourceError, "give a checkpoint's folder")), tp)
-
-
-def _torchrun(outs: Sequence[Path], tp: int, limit_s: float | None, port: int | None) -> None:
-    out = outs[0]
-    meet = ["--standalone", "--local-addr=127.0.0.1"]
-    if port is not None:
-        _require_free(port)
-        meet = ["--master-addr=127.0.0.1", f"--master-port={port}"]
-    command = [sys.executable, "-m", "torch.distributed.run", *meet, f"--nproc-per-node={tp}"]
-    command += ["-m", "keys35.runtime.rank", *(str(folder / "job.json") for folder in outs)]
-    # All ranks are on this machine, so they need no network interface but the loopback one.
-    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | _TIGHT_MALLOC | os.environ
-    package = str(Path(__file__).parents[2])
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
-    log.info("starting %d ranks, their output goes to %s", tp, out / "ranks.log")
-    with open(out / "ranks.log", "wb") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
-        try:
-            code = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            raise RankError(f"{tp} ranks did not finish within {limit_s:g} s; see {out}/ranks.log") from None
-        finally:
-            _stop(process)
-    if code:
-        raise RankError(_failure(out, tp))
-
-
-def _require_free(port: int) -> None:
-    with socket.socket() as probe:
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise RankError(f"port {port} cannot be used ({error.strerror}); choose another one") from None
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End torchrun and, through it, its ranks; kill their session if that takes too long."""
-    if process.poll() is not None:
-        return
-    process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(SHUTDOWN_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def _failure(out: Path, tp: int) -> str:
-    """Why a job failed, from the ranks' own words: a refusal first, then a killed rank, then any error."""
-    errors = [read_json(path, RankError, _AGAIN) for path in out.glob("rank-*.error.json")]
-    errors.sort(key=lambda error: (not error["known"], error["time"]))
-    text = (out / "ranks.log").read_text(errors="replace")
-    deaths = re.findall(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s+exitcode\s*:\s*-(\d+)", text)
-    killed = [(rank, sign) for rank, sign in deaths if int(sign) != signal.SIGTERM]  # torchrun ends the rest
-    if errors and errors[0]["known"]:
-        return f"rank {errors[0]['rank']} of {tp}: {errors[0]['message']}"
-    if killed:
-        rank, sign = killed[0]
-        return f"rank {rank} of {tp} was killed by signal {sign} (out of memory?); see {out}/ranks.log"
-    if errors:
-        return f"rank {errors[0]['rank']} of {tp} failed: {errors[0]['message']}; see {out}/ranks.log"
-    return f"the ranks did not start; the end of {out}/ranks.log says: {text[-500:].strip()}"

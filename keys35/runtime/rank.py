@@ -1,4 +1,4 @@
-"""One rank of the tensor-parallel runtime: `torchrun ... -m keys35.runtime.rank JOB.json...`.
+"""One rank of the tensor-parallel runtime: `torchrun ... -m keys35.runtime.rank FOLDER LAUNCHER DEVICE TIMEOUT_S`.
 
 Needs only torch, safetensors and numpy, so that a rank starts fast and stays small.
 """
@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,12 @@ from keys35.runtime.reference import Reference
 from keys35.runtime.score import score_panel
 
 PR_SET_PDEATHSIG = 1
+JOBS, POLL_S = "jobs.json", 0.02
 
 
 @dataclass(frozen=True)
 class RankJob:
-    """What all ranks are asked to do; stored as JSON for torchrun.
+    """What all ranks are asked to do; given to them as JSON.
 
     checkpoint may contain "{rank}", for nodes that hold copies under different paths. With `panel` and
     `reference` the job scores the panel; with `prompt` it generates `new_tokens` tokens; results go to `out`.
@@ -51,13 +53,20 @@ class RankJob:
     dtype: str = "float32"
     timeout_s: float = 300.0
 
-    def save(self, path: Path) -> None:
-        write_json(path, asdict(self))
 
-    @classmethod
-    def load(cls, path: Path) -> "RankJob":
-        stored = read_json(path, RankError, "start the runtime again")
-        return cls(**stored | {"prompt": tuple(stored["prompt"])})
+def save_jobs(path: Path, jobs: Sequence[RankJob]) -> None:
+    """Write jobs for ranks that wait for them."""
+    write_json(path, [asdict(job) for job in jobs])
+
+
+def _awaited_jobs(path: Path, launcher: int) -> list[RankJob]:
+    """Jobs, once they are there; raises RankError when nobody is left to give any."""
+    while not path.exists():
+        if not Path(f"/proc/{launcher}").exists():
+            raise RankError(f"process {launcher}, which started the ranks, is gone")
+        time.sleep(POLL_S)
+    stored = read_json(path, RankError, "start the runtime again")
+    return [RankJob(**job | {"prompt": tuple(job["prompt"])}) for job in stored]
 
 
 def run_job(job: RankJob, ranks: Ranks, device: torch.device) -> dict[str, Any]:
@@ -129,23 +138,23 @@ def choose_device(name: str, local_rank: int, local_world: int) -> torch.device:
 
 
 def main() -> int:
-    """Entry point under torchrun: jobs one after the other on the first one's device and time limit.
+    """Entry point under torchrun: load, wait for jobs.json in the folder, do its jobs one after the other.
 
-    A failure leaves rank-N.error.json in the first job's folder for the launcher to read.
+    A failure leaves rank-N.error.json in the folder for the launcher to read.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # never outlive torchrun
-    jobs, rank = [RankJob.load(Path(path)) for path in sys.argv[1:]], int(os.environ["RANK"])
-    out = Path(jobs[0].out)
+    folder, launcher, device_name, timeout_s = sys.argv[1:]
+    out, rank = Path(folder), int(os.environ["RANK"])
     write_json(out / f"rank-{rank}.pid.json", {"pid": os.getpid()})
     try:
         local_rank, local_world = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-        device = choose_device(jobs[0].device, local_rank, local_world)
+        device = choose_device(device_name, local_rank, local_world)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         else:
             torch.set_num_threads(1)
-        ranks = GroupRanks("nccl" if device.type == "cuda" else "gloo", jobs[0].timeout_s)
-        for job in jobs:
+        ranks = GroupRanks("nccl" if device.type == "cuda" else "gloo", float(timeout_s))
+        for job in _awaited_jobs(out / JOBS, int(launcher)):
             run_job(job, ranks, device)
         ranks.close()
     except Exception as error:

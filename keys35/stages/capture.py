@@ -1,5 +1,6 @@
 """The calibration pass: windows, states carried from layer to layer, Hessians, and the rows experts are encoded on."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -11,14 +12,16 @@ from keys35.errors import SourceError
 from keys35.files.atomic import load_tensors, save_tensors
 from keys35.glm.mtp import mtp_inputs
 from keys35.glm.names import FINAL_NORM
-from keys35.glm.weights import StoredLayer, WeightStore
+from keys35.glm.weights import Keep, StoredLayer, WeightStore
 from keys35.stages.experts import LayerRows
 from keys35.stages.job import Job
 from keys35.stages.scan import broken_tensors
+from keys35.stages.spans import Spans
 from keys35.stages.states import States, read_states, save_states
 from keys35.stages.units import CALIBRATION, capture_unit, layer_name, load_recorded, recorded_sha256
 
 SPLITS = ("fit", "selection")
+READERS = 4
 
 
 def calibration_windows(job: Job) -> dict[str, Windows]:
@@ -55,31 +58,61 @@ def capture(job: Job, store: WeightStore, layer: int, windows: dict[str, Windows
 
     In a replay, which makes rows again, the layer's states are kept for the next layer's replay.
     """
-    weights = store.layer(layer)
-    before = _states_before(job, store, layer, weights, windows)
-    captures = {split: Capture(want_hessians=split == "fit") for split in SPLITS}
-    after = {s: before[s].advance(job.config, layer, weights, job.device, captures[s]) for s in SPLITS}
-    _require_finite(job, layer, after)
-    files = {}
-    hessians = {f"hessian.{name}": h for name, h in captures["fit"].hessians().items()}
-    files[hessian_file(job, layer)] = save_tensors(hessian_file(job, layer), hessians)
-    rows: dict[str, Tensor] = {}
-    data: dict[str, object] = {"carrier": captures["fit"].carrier}
-    for split, capture in captures.items():
-        found = capture.moe_rows()
-        rows |= found.tensors(split, job.states_dtype) if found else {}
-    if rows:
-        # Not among the receipt's files: deleted once the experts are encoded.
-        data["rows_sha256"] = save_tensors(rows_file(job, layer), rows)
-    if not job.config.is_mtp(layer):
-        files[_state_file(job, layer)] = save_states(
-            _state_file(job, layer), after, _next_shares(job, layer), job.states_dtype
-        )
+    spent = Spans(job.device)
+    with spent("reading"):
+        weights = _weights(job, store, layer)
+        before = _states_before(job, store, layer, weights, windows)
+    captures = {
+        s: Capture(before[s].x.shape[0] * before[s].x.shape[1], job.states_dtype, spent if s == "fit" else None)
+        for s in SPLITS
+    }
+    with spent("forward"):
+        after = {s: _advance(job, before.pop(s), layer, weights, captures[s], in_place=True) for s in SPLITS}
+        _require_finite(job, layer, after)
+    del weights
+    with spent("writing"):
+        files, rows_sha256 = _save(job, layer, captures, after)
+    # The rows are not among the receipt's files: deleted once the experts are encoded.
+    data = {"carrier": captures["fit"].carrier} | ({"rows_sha256": rows_sha256} if rows_sha256 else {})
     job.work.commit(capture_unit(layer), files, data)
-    job.work.log("captured", layer=layer)
+    job.work.log("captured", layer=layer, seconds=spent.facts())
     for done in [layer - 1] if replay else [layer - 1, layer]:
         if not job.config.is_mtp(done + 1) and job.work.receipt(capture_unit(done + 1)) is not None:
             forget_states(job, done)
+
+
+def _weights(job: Job, store: WeightStore, layer: int) -> StoredLayer:
+    """A layer's weights: a GPU holds them as they are stored, a CPU reads experts when they are asked for."""
+    if job.device.type == "cpu":
+        return store.layer(layer)
+    weights = store.layer(layer, Keep.PACKED)
+    weights.load(READERS)
+    return weights
+
+
+def _advance(
+    job: Job, states: States, layer: int, weights: StoredLayer, capture: Capture | None = None, in_place: bool = False
+) -> States:
+    return states.advance(job.config, layer, weights, job.device, job.tokens_at_once, capture, in_place)
+
+
+def _save(
+    job: Job, layer: int, captures: dict[str, Capture], after: dict[str, States]
+) -> tuple[dict[Path, str], str | None]:
+    """Hessians, rows and states, side by side; the receipt's files, and the hash of the rows if there are any."""
+    hessians = {f"hessian.{name}": h for name, h in captures["fit"].hessians().items()}
+    rows: dict[str, Tensor] = {}
+    for split, capture in captures.items():
+        found = capture.moe_rows()
+        rows |= found.tensors(split) if found else {}
+    with ThreadPoolExecutor(3) as pool:
+        saving = {hessian_file(job, layer): pool.submit(save_tensors, hessian_file(job, layer), hessians)}
+        if not job.config.is_mtp(layer):
+            path = _state_file(job, layer)
+            saving[path] = pool.submit(save_states, path, after, _next_shares(job, layer))
+        saved_rows = pool.submit(save_tensors, rows_file(job, layer), rows) if rows else None
+    files = {path: future.result() for path, future in saving.items()}
+    return files, saved_rows.result() if saved_rows else None
 
 
 def _require_finite(job: Job, layer: int, states: dict[str, States]) -> None:
@@ -111,16 +144,17 @@ def _states_before(
 ) -> dict[str, States]:
     """States that enter a layer: embeddings, the previous layer's output, or an MTP layer's joined input."""
     if layer == 0:
-        return {s: States.embedded(store, windows[s].tokens) for s in SPLITS}
+        return {s: States.embedded(store, windows[s].tokens, job.states_dtype) for s in SPLITS}
     previous = _states_after(job, store, min(layer, job.config.num_hidden_layers) - 1, windows)
     if not job.config.is_mtp(layer):
         return previous
     norm = store.tensor(FINAL_NORM)
     joined = {}
     for split in SPLITS:
-        embedded = States.embedded(store, windows[split].tokens).x
-        pairs = ([x[None].to(job.device) for x in pair] for pair in zip(previous[split].x, embedded, strict=True))
-        inputs = [mtp_inputs(job.config, weights, *pair, norm)[0].cpu() for pair in pairs]
+        embedded = States.embedded(store, windows[split].tokens, job.states_dtype).x
+        pairs = zip(previous[split].x, embedded, strict=True)
+        pairs = ([x[None].to(job.device).float() for x in pair] for pair in pairs)
+        inputs = [mtp_inputs(job.config, weights, *pair, norm)[0].to("cpu", job.states_dtype) for pair in pairs]
         joined[split] = States.start(torch.stack(inputs))
     return joined
 
@@ -129,10 +163,9 @@ def _states_after(job: Job, store: WeightStore, layer: int, windows: dict[str, W
     """A layer's outgoing states from disk; computed again from the last ones kept if they are gone."""
     if _state_file(job, layer).exists():
         return read_states(load_recorded(job, capture_unit(layer), _state_file(job, layer)), SPLITS)
-    weights = store.layer(layer)
+    weights = _weights(job, store, layer)
     before = _states_before(job, store, layer, weights, windows)
-    after = {split: before[split].advance(job.config, layer, weights, job.device) for split in SPLITS}
-    return {split: states.rounded(job.states_dtype) for split, states in after.items()}
+    return {split: _advance(job, before[split], layer, weights) for split in SPLITS}
 
 
 def has_states(job: Job, layer: int) -> bool:
@@ -155,7 +188,7 @@ def layer_rows(job: Job, layer: int, windows: dict[str, Windows]) -> LayerRows:
     domain = windows["selection"].domain.repeat_interleave(per_window)
     hessian = load_recorded(job, capture_unit(layer), hessian_file(job, layer))[f"hessian.{SHARED_INPUT}"]
     rows = LayerRows(MoeRows.from_tensors(tensors, "fit"), selection, domain, len(job.text.domains), hessian)
-    return rows.to(job.device)
+    return rows.to(job.rows_device)
 
 
 def hessian_file(job: Job, layer: int) -> Path:

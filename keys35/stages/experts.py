@@ -1,6 +1,7 @@
 """The unit of work: a group of a layer's routed experts, encoded at some widths and judged at the layer's output."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,10 +11,13 @@ from torch import Tensor
 from keys35.calibration.statistics import MoeRows, expert_hessians
 from keys35.exl3.encode import LinearJob, encode_group
 from keys35.exl3.linear import EncodedLinear, decode_weight
-from keys35.files.atomic import Saved, save_pieces
+from keys35.files.ahead import ahead
+from keys35.files.atomic import Saved
 from keys35.glm.layer import gated_mlp
 from keys35.glm.names import PROJECTIONS
 from keys35.stages.job import Job
+from keys35.stages.spans import Spans
+from keys35.stages.unit_files import UnitFiles
 from keys35.stages.units import ExpertUnit
 
 Weights = tuple[Tensor, Tensor, Tensor]  # gate, up, down; each (in, out) float32
@@ -46,28 +50,15 @@ def encode_experts(
     """Encode a group at each width and commit what it costs; save one file for each width of `keep`.
 
     error[e][width][domain] is the mean over the domain's selection tokens of g^2 |f(x) - f_K(x)|^2 (zero for
-    tokens routed elsewhere); error_se its standard error over rows.
+    tokens routed elsewhere); error_se its standard error over rows. A GPU takes a batch of the group at a time: the
+    next one's weights are read, and the last one's encodings written, while it works.
     """
-    weights = {expert: read_expert(job, unit.layer, expert) for expert in unit.experts}
-    jobs, hessians, facts = _encoder_input(job, unit, weights, rows)
-    encoded = encode_group(jobs, hessians, widths, job.encode_options, job.recipe.seed)
-    files = {unit.file(job, width): _save(unit.file(job, width), jobs, encoded, width) for width in keep}
-    judged = [_judge(job, unit, expert, weights[expert], encoded, widths, rows) for expert in unit.experts]
-    data = {
-        "experts": list(unit.experts),
-        "widths": list(widths),
-        "held": {str(width): list(unit.experts) for width in keep},
-        **facts,
-        "selection_rows": [entry[0] for entry in judged],
-        "error": [entry[1] for entry in judged],
-        "error_se": [entry[2] for entry in judged],
-        "proxy_error": {
-            str(width): [[encoded[name, width].proxy_error for name in _names(unit.layer, e)] for e in unit.experts]
-            for width in widths
-        },
-        "fallback": sorted({item.name for item in jobs if encoded[item.name, widths[0]].fallback}),
-    }
-    job.work.commit(unit.name, files, data)
+    spent = Spans(job.device)
+    found, written = _encode_all(job, unit, unit.experts, widths, keep, rows, spent)
+    held = {"held": {str(width): list(unit.experts) for width in keep}}
+    data = _receipt(unit, widths, [found[expert] for expert in unit.experts]) | held
+    job.work.commit(unit.name, written, data)
+    job.work.log("experts-time", unit=unit.name, seconds=spent.facts())
 
 
 def encode_chosen(job: Job, unit: ExpertUnit, chosen: Mapping[int, Sequence[int]], rows: LayerRows) -> None:
@@ -77,28 +68,110 @@ def encode_chosen(job: Job, unit: ExpertUnit, chosen: Mapping[int, Sequence[int]
     measured and did not keep.
     """
     files, data = job.work.recorded(unit.name), job.work.require(unit.name)["data"]
+    spent = Spans(job.device)
     for width, experts in chosen.items():
-        weights = {expert: read_expert(job, unit.layer, expert) for expert in experts}
-        jobs, hessians, _ = _encoder_input(job, unit, weights, rows)
-        encoded = encode_group(jobs, hessians, [width], job.encode_options, job.recipe.seed)
-        files[unit.file(job, width)] = _save(unit.file(job, width), jobs, encoded, width)
+        found, written = _encode_all(job, unit, experts, [width], [width], rows, spent)
+        files |= written
     held = data["held"] | {str(width): list(experts) for width, experts in chosen.items()}
     job.work.commit(unit.name, files, data | {"held": held})
 
 
-def _save(
-    path: Path, jobs: Sequence[LinearJob], encoded: Mapping[tuple[str, float], EncodedLinear], width: int
-) -> Saved:
-    tensors: dict[str, Tensor] = {}
-    for item in jobs:
-        tensors |= encoded[item.name, width].tensors(item.name)
-    return save_pieces(path, tensors)
+def _encode_all(
+    job: Job, unit: ExpertUnit, experts: Sequence[int], widths: Sequence[int], keep: Sequence[int], rows: LayerRows,
+    spent: Spans,
+) -> tuple[dict[int, "Encoded"], dict[Path, Saved]]:
+    """Some of a group's experts at some widths, batch by batch; what is to be said of each, and the files of `keep`."""
+    found: dict[int, Encoded] = {}
+    shape = job.config.hidden_size, job.config.moe_intermediate_size
+    shapes = {name: shape[::-1] if name.endswith("down_proj") else shape
+              for expert in experts for name in _names(unit.layer, expert)}
+    batches = _batches(job, experts)
+    with (
+        UnitFiles({width: unit.file(job, width) for width in keep}, shapes) as files,
+        closing(ahead((_read_batch(job, unit.layer, batch) for batch in batches))) as read,
+    ):
+        for _ in batches:
+            with spent("reading"):
+                weights = {expert: _on_device(job, parts) for expert, parts in next(read).items()}
+            found |= _encode_batch(job, unit.layer, weights, widths, rows, files, spent)
+        with spent("writing"):
+            return found, files.finish()
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What a receipt says of one expert; errors are (widths, domains), proxy errors (widths, projections)."""
+
+    fit_rows: int
+    shrink: float
+    selection_rows: int
+    error: list[list[float]]
+    error_se: list[list[float]]
+    proxy_error: list[list[float]]
+    fallback: list[str]
+
+
+def _batches(job: Job, experts: Sequence[int]) -> list[list[int]]:
+    """Experts as they advance through the encoder together, in the order in which they are written."""
+    order = sorted(experts, key=str)
+    pair = 2 * job.config.hidden_size * job.config.moe_intermediate_size
+    most = max(1, job.encode_options.stack_elements // pair)
+    return [order[first : first + most] for first in range(0, len(order), most)]
+
+
+def _read_batch(job: Job, layer: int, experts: Sequence[int]) -> dict[int, list[Tensor]]:
+    """Experts' projections as the source has them; in pinned memory where a GPU will fetch them."""
+    stored = {e: [job.source.read(f"{name}.weight") for name in _names(layer, e)] for e in experts}
+    if job.device.type == "cuda":
+        return {expert: [part.pin_memory() for part in parts] for expert, parts in stored.items()}
+    return stored
+
+
+def _on_device(job: Job, parts: Sequence[Tensor]) -> Weights:
+    return tuple(part.to(job.device, non_blocking=True).float().T.contiguous() for part in parts)
 
 
 def read_expert(job: Job, layer: int, expert: int) -> Weights:
     """An expert's projections from the source as float32 (in, out), on the job's device."""
-    stored = (job.source.read(f"{name}.weight").to(job.device) for name in _names(layer, expert))
-    return tuple(weight.float().T.contiguous() for weight in stored)
+    return _on_device(job, _read_batch(job, layer, [expert])[expert])
+
+
+def _encode_batch(
+    job: Job, layer: int, weights: dict[int, Weights], widths: Sequence[int], rows: LayerRows, files: UnitFiles,
+    spent: Spans,
+) -> dict[int, Encoded]:
+    with spent("Hessians"):
+        jobs, hessians, facts = _encoder_input(job, layer, weights, rows)
+    with spent("encode"):
+        encoded = encode_group(jobs, hessians, widths, job.encode_options, job.recipe.seed)
+    for item in jobs:
+        for width in files.widths:
+            files.give(item.name, encoded[item.name, width])
+    with spent("judging"):
+        judged = {e: _judge(layer, e, parts, encoded, widths, rows) for e, parts in weights.items()}
+    return {
+        expert: Encoded(
+            *facts[expert],
+            *judged[expert],
+            [[encoded[name, width].proxy_error for name in _names(layer, expert)] for width in widths],
+            [name for name in _names(layer, expert) if encoded[name, widths[0]].fallback],
+        )
+        for expert in weights
+    }
+
+
+def _receipt(unit: ExpertUnit, widths: Sequence[int], experts: Sequence[Encoded]) -> dict[str, object]:
+    return {
+        "experts": list(unit.experts),
+        "widths": list(widths),
+        "fit_rows": [e.fit_rows for e in experts],
+        "shrink": [e.shrink for e in experts],
+        "selection_rows": [e.selection_rows for e in experts],
+        "error": [e.error for e in experts],
+        "error_se": [e.error_se for e in experts],
+        "proxy_error": {str(width): [e.proxy_error[i] for e in experts] for i, width in enumerate(widths)},
+        "fallback": sorted(name for e in experts for name in e.fallback),
+    }
 
 
 def _names(layer: int, expert: int) -> list[str]:
@@ -106,26 +179,25 @@ def _names(layer: int, expert: int) -> list[str]:
 
 
 def _encoder_input(
-    job: Job, unit: ExpertUnit, weights: dict[int, Weights], rows: LayerRows
-) -> tuple[list[LinearJob], dict[str, Tensor], dict[str, list]]:
+    job: Job, layer: int, weights: dict[int, Weights], rows: LayerRows
+) -> tuple[list[LinearJob], dict[str, Tensor], dict[int, tuple[int, float]]]:
+    """Linears, their Hessians, and by expert the rows behind them and how far they lean on the layer's."""
     jobs: list[LinearJob] = []
     hessians: dict[str, Tensor] = {}
-    counts, shrinks = [], []
+    facts = {}
     for expert, (gate, up, down) in weights.items():
         found = expert_hessians(rows.fit, rows.hessian, expert, gate, up, job.recipe.calibration)
-        prefix = f"model.layers.{unit.layer}.mlp.experts.{expert}"
+        prefix = f"model.layers.{layer}.mlp.experts.{expert}"
         hessians |= {f"{prefix}.input": found.gate_up, f"{prefix}.inner": found.down}
-        names = _names(unit.layer, expert)
+        names = _names(layer, expert)
         keys = [f"{prefix}.input", f"{prefix}.input", f"{prefix}.inner"]
         jobs += [LinearJob(n, w, k) for n, w, k in zip(names, (gate, up, down), keys, strict=True)]
-        counts.append(found.rows)
-        shrinks.append(found.shrink)
-    return jobs, hessians, {"fit_rows": counts, "shrink": shrinks}
+        facts[expert] = found.rows, found.shrink
+    return jobs, hessians, facts
 
 
 def _judge(
-    job: Job,
-    unit: ExpertUnit,
+    layer: int,
     expert: int,
     weights: Weights,
     encoded: dict[tuple[str, float], EncodedLinear],
@@ -134,12 +206,13 @@ def _judge(
 ) -> tuple[int, list[list[float]], list[list[float]]]:
     """Rows, errors and standard errors of one expert on the selection rows routed to it."""
     index, router = rows.selection.of(expert)
-    x, domain = rows.selection.x[index], rows.domain[index].cpu()
+    x, domain = rows.selection.x[index].to(weights[0].device).float(), rows.domain[index].cpu()
+    router = router.to(x.device)
     tokens = torch.bincount(rows.domain, minlength=rows.domains).double().cpu()
     exact = apply_expert(x, weights)
     errors, spreads = [], []
     for width in widths:
-        parts = [encoded[name, width] for name in _names(unit.layer, expert)]
+        parts = [encoded[name, width] for name in _names(layer, expert)]
         decoded = tuple(decode_weight(p.trellis, p.suh, p.svh) for p in parts)
         delta = apply_expert(x, decoded) - exact
         # Summed on the host: a GPU's weighted bincount adds in any order.

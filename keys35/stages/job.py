@@ -24,6 +24,8 @@ from keys35.report.machine import machine
 from keys35.stages.profile import profile_rules
 
 Keep = Literal["all", "errors"]
+TOKENS_AT_ONCE = 8192
+LOW_MEMORY_STACK = 1 << 27
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,23 @@ class Job:
     def encode_options(self) -> EncodeOptions:
         settings = self.recipe.encoder
         return EncodeOptions(
-            backend=settings.backend, sigma_reg=settings.sigma_reg, refit_rounds=settings.refit_rounds
+            backend=settings.backend,
+            sigma_reg=settings.sigma_reg,
+            refit_rounds=settings.refit_rounds,
+            stack_elements=LOW_MEMORY_STACK if settings.low_memory else EncodeOptions.stack_elements,
         )
+
+    @property
+    def tokens_at_once(self) -> int:
+        """Tokens that go through a layer together; on a GPU more, because every expert's product is then larger."""
+        if self.device.type == "cpu":
+            return TOKENS_AT_ONCE
+        return TOKENS_AT_ONCE // 2 if self.recipe.encoder.low_memory else 4 * TOKENS_AT_ONCE
+
+    @property
+    def rows_device(self) -> torch.device:
+        """Where the rows of a layer's experts lie while they are encoded."""
+        return torch.device("cpu") if self.recipe.encoder.low_memory else self.device
 
     @property
     def device(self) -> torch.device:

@@ -14,7 +14,7 @@ from keys35.stages.check import check
 from keys35.stages.job import Job, refuse_nesting
 from keys35.stages.measure import measure
 from keys35.stages.quantize import quantize
-from keys35.stages.validate import held_out_panel, validate
+from keys35.stages.validate import Validation, held_out_panel, ranks_ahead
 from keys35.stages.workers import Workers
 
 
@@ -30,18 +30,21 @@ def run(
     measure(job, progress, workers)
     allocation = allocate(job)
     quantize(job, progress, workers)
-    report = assemble(job, out, progress)
-    checked = check(out, reference=job.source.root)
-    if checked.findings:
-        raise ContractError("\n".join(str(finding) for finding in checked.findings))
-    validation = validate(out, job.source.root, job.recipe, tp, job.work.path("validate"), progress)
-    baselines = compare_baselines(job, progress)
+    scratch = job.work.path("validate")
+    with ranks_ahead(scratch, tp) as ranks:
+        report = assemble(job, out, progress)
+        checked = check(out, reference=job.source.root)
+        if checked.findings:
+            raise ContractError("\n".join(str(finding) for finding in checked.findings))
+        validation = Validation(out, job.source.root, job.recipe, tp, scratch, ranks, progress)
+        baselines = compare_baselines(job, progress)  # while the ranks are at work
+        validated = validation.finish(progress)
     write_report(out, job.work.root)
     write_card(out)  # after the page, to which it links
     return {
         "allocation": allocation,
         "report": report,
-        "validation": validation,
+        "validation": validated,
         "baselines": baselines,
         "warning": gate(baselines),
     }

@@ -1,5 +1,7 @@
 """How much a layer's expert error moves the final KL: one streamed pass with a perturbed copy per layer."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -8,8 +10,9 @@ from keys35.glm.stream import Head
 from keys35.glm.weights import Keep, WeightStore
 from keys35.recipe import Recipe
 from keys35.stages.candidates import Candidates
-from keys35.stages.job import Job
-from keys35.stages.states import WINDOWS_AT_ONCE_TOKENS, States
+from keys35.stages.capture import READERS
+from keys35.stages.job import TOKENS_AT_ONCE, Job
+from keys35.stages.states import States
 from keys35.stages.units import SENSITIVITY, expert_units, sensitivity_unit
 
 LOGIT_ROWS = 256
@@ -28,7 +31,7 @@ def _windows(selection: Windows, recipe: Recipe) -> Windows:
 
 
 def _at_once(recipe: Recipe) -> int:
-    return max(1, WINDOWS_AT_ONCE_TOKENS // recipe.calibration.window)
+    return max(1, TOKENS_AT_ONCE // recipe.calibration.window)
 
 
 def middle_width(recipe: Recipe) -> tuple[int, int]:
@@ -75,15 +78,18 @@ def conclude_sensitivity(job: Job, selection: Windows) -> None:
 
 def _propagate(job: Job, store: WeightStore, windows: Windows, width: int) -> dict[int | None, States]:
     """Final states of the unperturbed copy (None) and of one copy per MoE layer; each layer is read once."""
-    start = States.embedded(store, windows.tokens)
+    start = States.embedded(store, windows.tokens, torch.float32)
+    advance = partial(States.advance, config=job.config, device=job.device, at_once=job.tokens_at_once)
     copies: dict[int | None, States] = {None: start}
     for layer in range(job.config.num_hidden_layers):
         weights = store.layer(layer, Keep.PACKED)
+        if job.device.type == "cuda":
+            weights.load(READERS)
         entered = copies[None]
-        copies = {name: states.advance(job.config, layer, weights, job.device) for name, states in copies.items()}
+        copies = {name: advance(states, layer=layer, weights=weights) for name, states in copies.items()}
         if layer in job.config.moe_layers:
             perturbed = Candidates(job, layer).overlay(weights, [width] * job.experts)
-            copies[layer] = entered.advance(job.config, layer, perturbed, job.device)
+            copies[layer] = advance(entered, layer=layer, weights=perturbed)
     return copies
 
 

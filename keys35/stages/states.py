@@ -14,15 +14,14 @@ from keys35.glm.config import GlmConfig
 from keys35.glm.layer import decoder_layer
 from keys35.glm.names import EMBEDDING
 from keys35.glm.weights import WeightStore
-
-WINDOWS_AT_ONCE_TOKENS = 8192
+from keys35.host import into_host
 
 
 @dataclass(frozen=True)
 class States:
     """Windows after some layer, on the host.
 
-    x (N, W, d) float32; chosen: per window the DSA selection, bool (W, W), or None.
+    x (N, W, d), float32 or bfloat16; chosen: per window the DSA selection, bool (W, W), or None.
     """
 
     x: Tensor
@@ -34,12 +33,12 @@ class States:
         return cls(x, (None,) * x.shape[0])
 
     @classmethod
-    def embedded(cls, store: WeightStore, tokens: Tensor) -> "States":
+    def embedded(cls, store: WeightStore, tokens: Tensor, dtype: torch.dtype) -> "States":
         """Windows of token ids (N, W) through the embedding table, which is read once and dropped."""
         table = store.tensor(EMBEDDING)
-        x = torch.empty(*tokens.shape, table.shape[1], dtype=table.dtype)
+        x = torch.empty(*tokens.shape, table.shape[1], dtype=dtype)
         for index, window in enumerate(tokens):
-            x[index] = table[window.to(table.device)]
+            into_host(x[index], table[window.to(table.device)])
         return cls.start(x)
 
     def advance(
@@ -48,29 +47,27 @@ class States:
         layer: int,
         weights: LayerWeights,
         device: torch.device,
+        at_once: int,
         observer: Observer | None = None,
+        in_place: bool = False,
     ) -> "States":
-        """All windows through one layer on a device, a bounded number of tokens at a time."""
-        step = max(1, WINDOWS_AT_ONCE_TOKENS // self.x.shape[1])
-        after = torch.empty_like(self.x)
+        """All windows through one layer on a device, so many tokens at a time; in place these states are lost."""
+        step = max(1, at_once // self.x.shape[1])
+        after = self.x if in_place else torch.empty_like(self.x)
         chosen: list[Tensor | None] = []
         for first in range(0, self.x.shape[0], step):
             part = slice(first, first + step)
-            windows = list(self.x[part].to(device))
+            windows = list(self.x[part].to(device).float())
             selections = [None if s is None else s.to(device) for s in self.chosen[part]]
             new, selected = decoder_layer(config, layer, weights, windows, selections, observer=observer)
             for index, state in enumerate(new, first):
-                after[index] = state
+                into_host(after[index], state)
             chosen += [None if s is None else s.cpu() for s in selected]
         return States(after, tuple(chosen))
 
-    def rounded(self, dtype: torch.dtype) -> "States":
-        """The states that come back from disk when they are kept in `dtype`."""
-        return States(self.x.to(dtype).to(self.x.dtype), self.chosen)
-
-    def tensors(self, prefix: str, keep_selection: bool, dtype: torch.dtype) -> dict[str, Tensor]:
+    def tensors(self, prefix: str, keep_selection: bool) -> dict[str, Tensor]:
         """Named tensors for the work directory; selections as packed bits, and only if a next layer shares them."""
-        tensors = {f"{prefix}.x": self.x.to(dtype)}
+        tensors = {f"{prefix}.x": self.x}
         if keep_selection and self.chosen[0] is not None:
             tensors[f"{prefix}.chosen"] = _pack(self.chosen)
         return tensors
@@ -78,16 +75,16 @@ class States:
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], prefix: str) -> "States":
         """The inverse of `tensors`."""
-        x = tensors[f"{prefix}.x"].float()
+        x = tensors[f"{prefix}.x"]
         packed = tensors.get(f"{prefix}.chosen")
         return cls(x, (None,) * x.shape[0] if packed is None else _unpack(packed, x.shape[1]))
 
 
-def save_states(path: Path, parts: dict[str, States], keep_selection: bool, dtype: torch.dtype) -> str:
-    """Write named groups of states ("fit", "selection") to one file in `dtype`; returns its SHA-256."""
+def save_states(path: Path, parts: dict[str, States], keep_selection: bool) -> str:
+    """Write named groups of states ("fit", "selection") to one file; returns its SHA-256."""
     tensors: dict[str, Tensor] = {}
     for name, states in parts.items():
-        tensors |= states.tensors(name, keep_selection, dtype)
+        tensors |= states.tensors(name, keep_selection)
     return save_tensors(path, tensors)
 
 

@@ -1,5 +1,7 @@
 """Validate: what a finished checkpoint lost against its BF16 source, as the tensor-parallel runtime sees it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,16 @@ from keys35.glm.config import GlmConfig
 from keys35.glm.weights import WeightStore
 from keys35.progress import Progress
 from keys35.recipe import Recipe
-from keys35.runtime.launch import PanelRun, run_panels
+from keys35.runtime.group import RankGroup
+from keys35.runtime.launch import (
+    PanelResult,
+    PanelRun,
+    Running,
+    check_ranks,
+    panel_jobs,
+    panel_results,
+    run_panels,
+)
 from keys35.runtime.panel import Panel
 from keys35.runtime.reference import make_reference
 from keys35.stages.assemble import QUALITY, REPORT
@@ -36,41 +47,80 @@ def validate(
     The reference's states are kept in `scratch` and reused. Writes KEYS35_QUALITY.json (no times in it) into `out`.
     Raises RankError (also when ranks and one process disagree), SourceError, PlanError.
     """
-    source = ShardedSource.open(reference, recipe.source.fp8)
-    config = GlmConfig.from_dict(source.config, mtp_hidden=recipe.mtp.hidden)
-    store = WeightStore(source, config, device=backend_device(recipe.encoder.backend))
-    panel = held_out_panel(reference, config, recipe)
-    several, proof = f"tp-{tp}", scratch / "against-one"
-    runs, against = [PanelRun(panel, scratch / "reference", scratch / several)], None
-    for step in progress.walk("validate", ["reference", several, *(["one process"] if tp > 1 else [])]):
-        if step.unit == "reference":
-            make_reference(store, panel, scratch / "reference")
+    with ranks_ahead(scratch, tp) as group:
+        return Validation(out, reference, recipe, tp, scratch, group, progress).finish(progress)
+
+
+@contextmanager
+def ranks_ahead(scratch: Path, tp: int) -> Iterator[RankGroup | None]:
+    """Ranks that load while other work goes on; None when one rank is enough, which runs in this process."""
+    if tp == 1:
+        yield None
+        return
+    group = RankGroup(scratch / "ranks", tp)
+    try:
+        yield group
+    finally:
+        group.close()
+
+
+class Validation:
+    """A validation whose ranks are at work while its maker goes on with something else."""
+
+    def __init__(
+        self, out: Path, reference: Path, recipe: Recipe, tp: int, scratch: Path, group: RankGroup | None,
+        progress: Progress,
+    ) -> None:
+        """Make the reference and give the ranks their jobs."""
+        check_ranks(out, tp)
+        source = ShardedSource.open(reference, recipe.source.fp8)
+        config = GlmConfig.from_dict(source.config, mtp_hidden=recipe.mtp.hidden)
+        store = WeightStore(source, config, device=backend_device(recipe.encoder.backend))
+        self.out, self.tp, self.scratch, self.hidden = out, tp, scratch, recipe.mtp.hidden
+        self.panel, self.set = held_out_panel(reference, config, recipe), recipe.panel.set
+        self.runs = [PanelRun(self.panel, scratch / "reference", scratch / f"tp-{tp}")]
+        for _ in progress.walk("reference", [recipe.panel.set]):
+            make_reference(store, self.panel, scratch / "reference")
             if tp > 1:
-                runs.append(_few_windows(store, panel, proof, tp))
-        elif step.unit == several:
-            scored = run_panels(out, runs, tp, mtp_hidden=recipe.mtp.hidden)[0]
-        else:
-            # On the ranks' kind of device: another one rounds rotations differently, and near-ties fall elsewhere.
-            kind = scored.ranks[0]["device"].partition(":")[0]
-            run_panels(out, [replace(runs[1], out_dir=proof / "1")], 1, mtp_hidden=recipe.mtp.hidden, device=kind)
-            against = _agreement(runs[1].panel, proof, tp)
-    quality = {
+                self.runs.append(_few_windows(store, self.panel, scratch / "against-one", tp))
+        self.running = Running(panel_jobs(out, self.runs, mtp_hidden=self.hidden), tp, group)
+
+    def finish(self, progress: Progress) -> dict[str, Any]:
+        """Wait for the ranks, hold them against one process, write KEYS35_QUALITY.json; see `validate`."""
+        against = None
+        for step in progress.walk("validate", [f"tp-{self.tp}", *(["one process"] if self.tp > 1 else [])]):
+            if step.unit != "one process":
+                scored = panel_results(self.running.results())[0]
+            else:
+                against = self._against_one_process(scored)
+        quality = _quality(self, scored, against)
+        write_json(self.out / QUALITY, quality)
+        timing = {"seconds": scored.seconds, "peak_rss_bytes": [r["peak_rss_bytes"] for r in scored.ranks]}
+        return quality | {"timing": timing}
+
+    def _against_one_process(self, scored: PanelResult) -> dict[str, float]:
+        # On the ranks' kind of device: another one rounds rotations differently, and near-ties fall elsewhere.
+        kind = scored.ranks[0]["device"].partition(":")[0]
+        few, proof = self.runs[1], self.scratch / "against-one"
+        run_panels(self.out, [replace(few, out_dir=proof / "1")], 1, mtp_hidden=self.hidden, device=kind)
+        return _agreement(few.panel, proof, self.tp)
+
+
+def _quality(done: Validation, scored: PanelResult, against: dict[str, float] | None) -> dict[str, Any]:
+    return {
         "panel": {
-            "set": recipe.panel.set,
-            "sha256": panel.fingerprint,
-            "windows": len(panel.tokens),
-            "tokens": panel.token_count,
+            "set": done.set,
+            "sha256": done.panel.fingerprint,
+            "windows": len(done.panel.tokens),
+            "tokens": done.panel.token_count,
         },
-        "noise_floor": read_json(scratch / "reference" / "reference.json")["noise"],
+        "noise_floor": read_json(done.scratch / "reference" / "reference.json")["noise"],
         "metrics": scored.metrics,
-        "tp": tp,
+        "tp": done.tp,
         "ranks": [{"rank": r["rank"], "bytes_read": r["bytes_read"], **r["bytes_by_class"]} for r in scored.ranks],
-        "checkpoint_bytes": ShardedSource.open(out).total_size,
+        "checkpoint_bytes": ShardedSource.open(done.out).total_size,
         "tp_against_one": against,
     }
-    write_json(out / QUALITY, quality)
-    timing = {"seconds": scored.seconds, "peak_rss_bytes": [r["peak_rss_bytes"] for r in scored.ranks]}
-    return quality | {"timing": timing}
 
 
 def _few_windows(store: WeightStore, panel: Panel, proof: Path, tp: int) -> PanelRun:

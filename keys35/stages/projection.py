@@ -1,0 +1,106 @@
+"""A measured layer extrapolated to a whole model: GPU-hours, wall time on one and on eight GPUs, and bytes moved."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from keys35.glm.config import GlmConfig
+from keys35.glm.names import Role, TensorRule, census
+from keys35.recipe import Recipe
+from keys35.stages.sizes import exl3_bytes
+
+ASSUMPTIONS = (
+    "every layer takes what the measured one took: the encoder by weights and widths, forward pass, Hessians and "
+    "judging by calibration tokens, the rest by layer",
+    "linears of another shape (dense, MTP) are encoded at the rate of a routed expert's three widths",
+    "with 8 GPUs experts are shared out evenly while the driver's next forward pass runs beside them",
+    "the disk keeps up: each GPU reads and writes what the measured one did in the same time",
+    "validation is not included",
+)
+
+
+@dataclass(frozen=True)
+class Projection:
+    """Hours unless a name says otherwise."""
+
+    encode_hours: float
+    other_hours: float
+    wall_hours: Mapping[int, float]
+    read_gb: float
+    written_gb: float
+
+    @property
+    def gpu_hours(self) -> float:
+        """On one GPU, everything after another."""
+        return self.encode_hours + self.other_hours
+
+    def facts(self) -> dict[str, Any]:
+        """JSON values, with the assumptions."""
+        return {
+            "gpu_hours": round(self.gpu_hours, 2),
+            "encode_hours": round(self.encode_hours, 2),
+            "wall_hours": {str(gpus): round(hours, 2) for gpus, hours in self.wall_hours.items()},
+            "read_gb": round(self.read_gb),
+            "written_gb": round(self.written_gb),
+            "assumptions": list(ASSUMPTIONS),
+        }
+
+    def text(self) -> str:
+        """For people."""
+        walls = ", ".join(f"{hours:.1f} h on {gpus} GPU{'s' * (gpus > 1)}" for gpus, hours in self.wall_hours.items())
+        lines = [
+            f"The whole model: {self.gpu_hours:.1f} GPU-hours, {self.encode_hours:.1f} of them the encoder; {walls}; "
+            f"{self.read_gb:,.0f} GB read, {self.written_gb:,.0f} GB written. Assumed:",
+            *(f"- {assumption}" for assumption in ASSUMPTIONS),
+        ]
+        return "\n".join(lines)
+
+
+def project(
+    measured: Mapping[str, Any], config: GlmConfig, recipe: Recipe, gpus: Iterable[int] = (1, 8)
+) -> Projection:
+    """From a measured layer, as reports/benchmarks/real-layer-h200.json has it, to a model and its recipe."""
+    rules = list(census(config).values())
+    work = sum(_padded(rule) * passes for rule, passes in _passes(rules, recipe))
+    a_weight = measured["seconds"]["encode"] / _encoded_weights(measured)
+    choice, tokens = recipe.calibration, measured["tokens"]
+    more = {
+        "fit": choice.fit_windows * choice.window / tokens["fit"],
+        "selection": choice.selection_windows * choice.window / tokens["selection"],
+    }
+    every = (choice.fit_windows + choice.selection_windows) * choice.window / (tokens["fit"] + tokens["selection"])
+    spent = measured["seconds"]
+    shared = spent["Hessians"] * more["fit"] + spent["judging"] * more["selection"]
+    fixed = measured["layer_seconds"] - sum(spent[kind] for kind in ("encode", "forward", "Hessians", "judging"))
+    layers, encode = len(config.layers), work * a_weight
+    forward, other = layers * spent["forward"] * every, layers * (shared + fixed)
+    wall = {n: (encode + other) / n + forward if n == 1 else max((encode + other) / n, forward) for n in gpus}
+    return Projection(
+        encode / 3600, (forward + other) / 3600, {n: seconds / 3600 for n, seconds in wall.items()},
+        *_bytes(rules, recipe),
+    )
+
+
+def _passes(rules: Iterable[TensorRule], recipe: Recipe) -> Iterable[tuple[TensorRule, int]]:
+    widths = {Role.EXPERT: len(recipe.experts.widths), Role.MTP_EXPERT: 1, Role.DENSE: 1, Role.CARRIED: 0}
+    return ((rule, widths[rule.role]) for rule in rules if rule.quantized)
+
+
+def _padded(rule: TensorRule) -> int:
+    return rule.padded[0] * rule.padded[1]
+
+
+def _encoded_weights(measured: Mapping[str, Any]) -> float:
+    """Weights times widths behind the measured seconds of the encoder: the experts'."""
+    return measured["weights"] * len(measured["widths"])
+
+
+def _bytes(rules: list[TensorRule], recipe: Recipe) -> tuple[float, float]:
+    """GB: every weight read for the forward pass and again for its encoding; candidates and the output written."""
+    read = sum(rule.nbytes * (2 if rule.quantized else 1) for rule in rules)
+    bits = {Role.EXPERT: sum(recipe.experts.widths), Role.MTP_EXPERT: recipe.mtp.bits, Role.DENSE: recipe.dense.bits}
+    final = {**bits, Role.EXPERT: recipe.experts.budget}
+    encoded = [rule for rule in rules if rule.quantized]
+    written = sum(float(exl3_bytes(rule, bits[rule.role]) + exl3_bytes(rule, final[rule.role])) for rule in encoded)
+    written += sum(rule.nbytes for rule in rules if not rule.quantized)
+    return read / 1e9, written / 1e9
