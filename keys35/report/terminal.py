@@ -69,6 +69,8 @@ def show_plan(console: Console, plan: "Plan") -> None:
                       f"{plan.gpu_hours:,.2f} h on one {rate.device}, {plan.gpu_hours / 8:,.2f} h on eight, "
                       f"encoding alone at {rate.weights_per_second / 1e6:,.1f} Mweights/s ({rate.file}, "
                       f"{rate.date}); reading, forward passes and writing come on top"))
+    if plan.projection:
+        lines.append(("whole job", plan.projection.text()))
     lines.append(("profiles", "; ".join(
         f"{cost.name} {cost.output_bytes / 1e9:,.3f} GB at {float(cost.mean_bits):.4g} bits"
         f"{' (this recipe)' if cost.name == plan.profile else ''}" for cost in plan.profiles)))

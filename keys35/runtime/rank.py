@@ -31,6 +31,7 @@ from keys35.runtime.score import score_panel
 
 PR_SET_PDEATHSIG = 1
 JOBS, POLL_S = "jobs.json", 0.02
+MOST_THREADS = 4  # products this small gain nothing from more
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ def main() -> int:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         else:
-            torch.set_num_threads(1)
+            torch.set_num_threads(min(MOST_THREADS, max(1, len(os.sched_getaffinity(0)) // local_world)))
         ranks = GroupRanks("nccl" if device.type == "cuda" else "gloo", float(timeout_s))
         for job in _awaited_jobs(out / JOBS, int(launcher)):
             run_job(job, ranks, device)

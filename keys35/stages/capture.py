@@ -117,7 +117,7 @@ def _save(
 
 def _require_finite(job: Job, layer: int, states: dict[str, States]) -> None:
     """Refuse states that would poison every later Hessian, where they arise, and name the tensors behind them."""
-    if all(bool(torch.isfinite(part.x).all()) for part in states.values()):
+    if all(part.finite() for part in states.values()):
         return
     names = [rule.source for rule in job.rules.values() if rule.layer in (layer, None)]
     broken = [str(item) for item in broken_tensors(job.source, names)] or ["no weight of it: the arithmetic overflows"]

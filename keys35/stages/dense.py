@@ -9,6 +9,7 @@ from keys35.files.atomic import save_pieces
 from keys35.glm.names import Role, TensorRule
 from keys35.stages.capture import hessian_file
 from keys35.stages.job import Job
+from keys35.stages.spans import Spans
 from keys35.stages.units import capture_unit, dense_file, dense_unit, load_recorded
 
 
@@ -27,7 +28,9 @@ def encode_dense(job: Job, layer: int) -> None:
         for rule in job.rules.values()
         if rule.layer == layer and rule.role is Role.DENSE
     ]
-    encoded = encode_group(jobs, hessians, [bits], job.encode_options, job.recipe.seed)
+    spent = Spans(job.device)
+    with spent("encode"):
+        encoded = encode_group(jobs, hessians, [bits], job.encode_options, job.recipe.seed)
     tensors: dict[str, Tensor] = {}
     errors: dict[str, float] = {}
     for item in jobs:
@@ -38,6 +41,7 @@ def encode_dense(job: Job, layer: int) -> None:
     path = dense_file(job, layer)
     saved = save_pieces(path, tensors)
     job.work.commit(dense_unit(layer), {path: saved}, {"bits": bits, "proxy_error": errors, "fallback": fallback})
+    job.work.log("dense-time", unit=dense_unit(layer), seconds=spent.facts())
 
 
 def _weight(job: Job, rule: TensorRule) -> Tensor:

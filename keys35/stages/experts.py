@@ -15,6 +15,7 @@ from keys35.files.ahead import ahead
 from keys35.files.atomic import Saved
 from keys35.glm.layer import gated_mlp
 from keys35.glm.names import PROJECTIONS
+from keys35.host import pinned
 from keys35.stages.job import Job
 from keys35.stages.spans import Spans
 from keys35.stages.unit_files import UnitFiles
@@ -88,7 +89,7 @@ def _encode_all(
     batches = _batches(job, experts)
     with (
         UnitFiles({width: unit.file(job, width) for width in keep}, shapes) as files,
-        closing(ahead((_read_batch(job, unit.layer, batch) for batch in batches))) as read,
+        closing(ahead(_read_batch(job, unit.layer, batch) for batch in batches)) as read,
     ):
         for _ in batches:
             with spent("reading"):
@@ -111,6 +112,11 @@ class Encoded:
     fallback: list[str]
 
 
+def first_tensors(job: Job, unit: ExpertUnit) -> list[str]:
+    """Names of the source tensors that a unit begins with."""
+    return [f"{name}.weight" for expert in _batches(job, unit.experts)[0] for name in _names(unit.layer, expert)]
+
+
 def _batches(job: Job, experts: Sequence[int]) -> list[list[int]]:
     """Experts as they advance through the encoder together, in the order in which they are written."""
     order = sorted(experts, key=str)
@@ -123,7 +129,7 @@ def _read_batch(job: Job, layer: int, experts: Sequence[int]) -> dict[int, list[
     """Experts' projections as the source has them; in pinned memory where a GPU will fetch them."""
     stored = {e: [job.source.read(f"{name}.weight") for name in _names(layer, e)] for e in experts}
     if job.device.type == "cuda":
-        return {expert: [part.pin_memory() for part in parts] for expert, parts in stored.items()}
+        return {expert: [pinned(part) for part in parts] for expert, parts in stored.items()}
     return stored
 
 

@@ -22,9 +22,9 @@ from keys35.glm.weights import WeightStore
 from keys35.recipe import Recipe
 from keys35.report.machine import machine
 from keys35.stages.profile import profile_rules
+from keys35.stages.states import WINDOWS_AT_ONCE_TOKENS
 
 Keep = Literal["all", "errors"]
-TOKENS_AT_ONCE = 8192
 LOW_MEMORY_STACK = 1 << 27
 
 
@@ -60,8 +60,8 @@ class Job:
     def tokens_at_once(self) -> int:
         """Tokens that go through a layer together; on a GPU more, because every expert's product is then larger."""
         if self.device.type == "cpu":
-            return TOKENS_AT_ONCE
-        return TOKENS_AT_ONCE // 2 if self.recipe.encoder.low_memory else 4 * TOKENS_AT_ONCE
+            return WINDOWS_AT_ONCE_TOKENS
+        return WINDOWS_AT_ONCE_TOKENS // 2 if self.recipe.encoder.low_memory else 4 * WINDOWS_AT_ONCE_TOKENS
 
     @property
     def rows_device(self) -> torch.device:

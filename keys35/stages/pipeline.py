@@ -29,9 +29,9 @@ def run(
     held_out_panel(job.source.root, job.config, job.recipe)  # too little text is better known now than at the end
     measure(job, progress, workers)
     allocation = allocate(job)
-    quantize(job, progress, workers)
     scratch = job.work.path("validate")
     with ranks_ahead(scratch, tp) as ranks:
+        quantize(job, progress, workers)
         report = assemble(job, out, progress)
         checked = check(out, reference=job.source.root)
         if checked.findings:

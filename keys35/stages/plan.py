@@ -18,6 +18,7 @@ from keys35.recipe import Recipe, resource_dir
 from keys35.stages.job import Keep, read_source
 from keys35.stages.needs import device_bytes, host_bytes, work_parts
 from keys35.stages.profile import ProfileCost, mixed_units, profile_costs, profile_rules
+from keys35.stages.projection import Projection, projected
 from keys35.stages.sizes import ClassSize, class_sizes
 from keys35.stages.validate import held_out_panel
 
@@ -58,6 +59,8 @@ class Plan:
     weights_per_second: float
     missing: tuple[str, ...]
     measured: MeasuredRate | None
+    projection: Projection | None
+    """The measured layer extrapolated to this model, None without a measurement or routed experts."""
 
     @property
     def work_bytes(self) -> int:
@@ -125,6 +128,7 @@ def plan(source: Path, recipe: Recipe, work: Path | None = None, tp: int = 4, ke
         weights_per_second=rate,
         missing=tuple(_missing(Path(source), config, recipe)),
         measured=measured_rate(),
+        projection=projected(config, recipe),
     )
 
 

@@ -4,16 +4,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from keys35.files.atomic import read_json
 from keys35.glm.config import GlmConfig
 from keys35.glm.names import Role, TensorRule, census
-from keys35.recipe import Recipe
+from keys35.recipe import Recipe, resource_dir
 from keys35.stages.sizes import exl3_bytes
 
+MEASURED = "real-layer-h200.json"
 ASSUMPTIONS = (
     "every layer takes what the measured one took: the encoder by weights and widths, forward pass, Hessians and "
     "judging by calibration tokens, the rest by layer",
     "linears of another shape (dense, MTP) are encoded at the rate of a routed expert's three widths",
-    "with 8 GPUs experts are shared out evenly while the driver's next forward pass runs beside them",
+    "layers are weighed by one perturbed copy each, which goes through every later layer at the forward pass's rate",
+    "with 8 GPUs all but the driver's forward pass is shared out evenly, and that pass runs beside it",
     "the disk keeps up: each GPU reads and writes what the measured one did in the same time",
     "validation is not included",
 )
@@ -24,6 +27,7 @@ class Projection:
     """Hours unless a name says otherwise."""
 
     encode_hours: float
+    sensitivity_hours: float
     other_hours: float
     wall_hours: Mapping[int, float]
     read_gb: float
@@ -32,13 +36,14 @@ class Projection:
     @property
     def gpu_hours(self) -> float:
         """On one GPU, everything after another."""
-        return self.encode_hours + self.other_hours
+        return self.encode_hours + self.sensitivity_hours + self.other_hours
 
     def facts(self) -> dict[str, Any]:
         """JSON values, with the assumptions."""
         return {
             "gpu_hours": round(self.gpu_hours, 2),
             "encode_hours": round(self.encode_hours, 2),
+            "sensitivity_hours": round(self.sensitivity_hours, 2),
             "wall_hours": {str(gpus): round(hours, 2) for gpus, hours in self.wall_hours.items()},
             "read_gb": round(self.read_gb),
             "written_gb": round(self.written_gb),
@@ -49,11 +54,18 @@ class Projection:
         """For people."""
         walls = ", ".join(f"{hours:.1f} h on {gpus} GPU{'s' * (gpus > 1)}" for gpus, hours in self.wall_hours.items())
         lines = [
-            f"The whole model: {self.gpu_hours:.1f} GPU-hours, {self.encode_hours:.1f} of them the encoder; {walls}; "
-            f"{self.read_gb:,.0f} GB read, {self.written_gb:,.0f} GB written. Assumed:",
+            f"{self.gpu_hours:.1f} GPU-hours from a measured layer, {self.encode_hours:.1f} of them the encoder and "
+            f"{self.sensitivity_hours:.1f} the layers' weights; {walls}; {self.read_gb:,.0f} GB read, "
+            f"{self.written_gb:,.0f} GB written. Assumed:",
             *(f"- {assumption}" for assumption in ASSUMPTIONS),
         ]
         return "\n".join(lines)
+
+
+def projected(config: GlmConfig, recipe: Recipe) -> Projection | None:
+    """From the layer that the shipped benchmark measured; None where it is not at hand or there are no experts."""
+    path = resource_dir("benchmarks", "reports/benchmarks") / MEASURED
+    return project(read_json(path), config, recipe) if config.moe_layers and path.is_file() else None
 
 
 def project(
@@ -62,7 +74,7 @@ def project(
     """From a measured layer, as reports/benchmarks/real-layer-h200.json has it, to a model and its recipe."""
     rules = list(census(config).values())
     work = sum(_padded(rule) * passes for rule, passes in _passes(rules, recipe))
-    a_weight = measured["seconds"]["encode"] / _encoded_weights(measured)
+    a_weight = 1e-6 / measured["encode_mws_a_width"]
     choice, tokens = recipe.calibration, measured["tokens"]
     more = {
         "fit": choice.fit_windows * choice.window / tokens["fit"],
@@ -74,11 +86,18 @@ def project(
     fixed = measured["layer_seconds"] - sum(spent[kind] for kind in ("encode", "forward", "Hessians", "judging"))
     layers, encode = len(config.layers), work * a_weight
     forward, other = layers * spent["forward"] * every, layers * (shared + fixed)
-    wall = {n: (encode + other) / n + forward if n == 1 else max((encode + other) / n, forward) for n in gpus}
+    weighing = _copies(config) * spent["forward"] / sum(tokens.values()) * choice.sensitivity_windows * choice.window
+    spread = encode + other + weighing
+    wall = {n: (spread / n + forward if n == 1 else max(spread / n, forward)) / 3600 for n in gpus}
     return Projection(
-        encode / 3600, (forward + other) / 3600, {n: seconds / 3600 for n, seconds in wall.items()},
-        *_bytes(rules, recipe),
+        encode / 3600, weighing / 3600, (forward + other) / 3600, wall, *_bytes(rules, recipe)
     )
+
+
+def _copies(config: GlmConfig) -> int:
+    """Layers that all copies go through when layers are weighed: the exact one, and one from each MoE layer on."""
+    last = config.num_hidden_layers
+    return last + sum(last - layer for layer in config.moe_layers)
 
 
 def _passes(rules: Iterable[TensorRule], recipe: Recipe) -> Iterable[tuple[TensorRule, int]]:
@@ -88,11 +107,6 @@ def _passes(rules: Iterable[TensorRule], recipe: Recipe) -> Iterable[tuple[Tenso
 
 def _padded(rule: TensorRule) -> int:
     return rule.padded[0] * rule.padded[1]
-
-
-def _encoded_weights(measured: Mapping[str, Any]) -> float:
-    """Weights times widths behind the measured seconds of the encoder: the experts'."""
-    return measured["weights"] * len(measured["widths"])
 
 
 def _bytes(rules: list[TensorRule], recipe: Recipe) -> tuple[float, float]:

@@ -11,8 +11,8 @@ from keys35.glm.weights import Keep, WeightStore
 from keys35.recipe import Recipe
 from keys35.stages.candidates import Candidates
 from keys35.stages.capture import READERS
-from keys35.stages.job import TOKENS_AT_ONCE, Job
-from keys35.stages.states import States
+from keys35.stages.job import Job
+from keys35.stages.states import WINDOWS_AT_ONCE_TOKENS, States
 from keys35.stages.units import SENSITIVITY, expert_units, sensitivity_unit
 
 LOGIT_ROWS = 256
@@ -31,7 +31,7 @@ def _windows(selection: Windows, recipe: Recipe) -> Windows:
 
 
 def _at_once(recipe: Recipe) -> int:
-    return max(1, TOKENS_AT_ONCE // recipe.calibration.window)
+    return max(1, WINDOWS_AT_ONCE_TOKENS // recipe.calibration.window)
 
 
 def middle_width(recipe: Recipe) -> tuple[int, int]:

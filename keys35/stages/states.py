@@ -1,5 +1,6 @@
 """Hidden states of the calibration windows between two layers, kept on disk so that a killed run goes on."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from keys35.glm.layer import decoder_layer
 from keys35.glm.names import EMBEDDING
 from keys35.glm.weights import WeightStore
 from keys35.host import into_host
+
+WINDOWS_AT_ONCE_TOKENS = 8192
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,10 @@ class States:
                 into_host(after[index], state)
             chosen += [None if s is None else s.cpu() for s in selected]
         return States(after, tuple(chosen))
+
+    def finite(self) -> bool:
+        """Whether every value is: one that is not spoils a sum, and one of float64 cannot overflow."""
+        return all(math.isfinite(float(window.sum(dtype=torch.float64))) for window in self.x)
 
     def tensors(self, prefix: str, keep_selection: bool) -> dict[str, Tensor]:
         """Named tensors for the work directory; selections as packed bits, and only if a next layer shares them."""

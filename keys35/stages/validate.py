@@ -31,6 +31,7 @@ from keys35.runtime.reference import make_reference
 from keys35.stages.assemble import QUALITY, REPORT
 
 LOGIT_TOLERANCE, KL_TOLERANCE = 1e-3, 1e-5
+_PANELS: dict[tuple, Panel] = {}  # the last one: a run asks for its panel four times
 
 
 def recipe_of(out: Path) -> Recipe:
@@ -152,8 +153,13 @@ def held_out_panel(reference: Path, config: GlmConfig, recipe: Recipe) -> Panel:
     text = load_text_set(recipe.panel.set)
     end = config.eos_token_ids[0] if config.eos_token_ids else 0
     maker = WindowMaker(reference / "tokenizer.json", end, recipe.panel.window, recipe.seed)
-    windows = maker.make(text, shares(text, recipe.panel.windows), None)
-    return Panel.of(recipe.panel.set, windows.tokens, [windows.domains[d] for d in windows.domain.tolist()])
+    key = (maker.tokenizer_sha256, text.digest, end, recipe.panel, recipe.seed)
+    if key not in _PANELS:
+        windows = maker.make(text, shares(text, recipe.panel.windows), None)
+        domains = [windows.domains[d] for d in windows.domain.tolist()]
+        _PANELS.clear()
+        _PANELS[key] = Panel.of(recipe.panel.set, windows.tokens, domains)
+    return _PANELS[key]
 
 
 def _compare(panel: Panel, ranks: Path, single: Path) -> dict[str, float]:

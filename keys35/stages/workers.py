@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,7 +20,7 @@ from keys35.files.atomic import write_as
 from keys35.files.ledger import BEGUN
 from keys35.stages.capture import calibration_windows, layer_rows
 from keys35.stages.dense import encode_dense
-from keys35.stages.experts import encode_chosen, encode_experts
+from keys35.stages.experts import encode_chosen, encode_experts, first_tensors
 from keys35.stages.job import Job, attach_job
 from keys35.stages.sensitivity import propagate_part
 from keys35.stages.units import ExpertUnit, dense_unit, expert_units, sensitivity_unit
@@ -60,15 +61,22 @@ def sensitivity_task(part: int) -> Task:
     return Task(sensitivity_unit(part), {"part": part})
 
 
-def unit_worker(job: Job) -> Callable[[Task], None]:
-    """What does the tasks above, reading what they need from the source and the work directory."""
+def unit_worker(job: Job, alone: bool = False) -> Callable[[Task], None]:
+    """What does the tasks above, reading what they need from the source and the work directory.
+
+    A worker that is alone knows what comes next, and lets the system read it while the GPU works.
+    """
     store = job.store
+    coming = ThreadPoolExecutor(1, "prefetch")
+    looks_ahead = alone and job.device.type == "cuda" and not job.recipe.encoder.low_memory
     windows = calibration_windows(job)
     rows = lru_cache(maxsize=1)(lambda layer: layer_rows(job, layer, windows))
 
     def work(task: Task) -> None:
         match task.arguments:
             case {"layer": layer, "start": start, "widths": widths, "keep": keep}:
+                if looks_ahead:
+                    coming.submit(job.source.prefetch, upcoming(job, _unit(job, layer, start)))
                 encode_experts(job, _unit(job, layer, start), widths, keep, rows(layer))
             case {"layer": layer, "start": start, "chosen": chosen}:
                 encode_chosen(job, _unit(job, layer, start), dict(chosen), rows(layer))
@@ -78,6 +86,19 @@ def unit_worker(job: Job) -> Callable[[Task], None]:
                 propagate_part(job, store, windows["selection"], part)
 
     return work
+
+
+def upcoming(job: Job, unit: ExpertUnit) -> list[str]:
+    """Tensors that are read after a unit: the first of the layer's next unit, and a share of the next layer's.
+
+    Behind the last layer the layers' weights are measured, from the first one on.
+    """
+    units = expert_units(job, unit.layer)
+    place = units.index(unit)
+    layer = unit.layer + 1 if unit.layer + 1 in job.config.layers else 0
+    after = [rule.source for rule in job.rules.values() if rule.layer == layer]
+    share = after[len(after) * place // len(units) : len(after) * (place + 1) // len(units)]
+    return [*(first_tensors(job, units[place + 1]) if place + 1 < len(units) else []), *share]
 
 
 def _unit(job: Job, layer: int, start: int) -> ExpertUnit:
@@ -100,7 +121,7 @@ def open_workers(job: Job, workers: Workers) -> Iterator[Pool | Here]:
 
     gpus = torch.cuda.device_count()
     if workers.engine == "local" and (workers.count or gpus) <= 1:
-        yield Here(unit_worker(job), begun)
+        yield Here(unit_worker(job, alone=True), begun)
         return
     with open_pool(_crew(job, workers, gpus), begun) as pool:
         yield pool

@@ -88,6 +88,6 @@ def test_capture_is_the_mean_outer_product_per_distinct_input():
 
 def test_rows_survive_the_disk():
     moe = rows([[0, 1]] * 4)
-    back = MoeRows.from_tensors(moe.tensors("fit", torch.float32), "fit")
+    back = MoeRows.from_tensors(moe.tensors("fit"), "fit")
     assert torch.equal(back.x, moe.x) and torch.equal(back.expert_ids, moe.expert_ids)
     assert torch.equal(back.weights, moe.weights)
