@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from subprocess import run
+from subprocess import Popen, run
 
 import pytest
 import torch
@@ -188,3 +188,24 @@ def test_a_gpu_per_rank_is_required_when_gpus_are_asked_for(packed, panel, refer
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(RankError, match="need a GPU each"):
         run_panel(packed.root, panel, reference.root, 1, tmp_path, device="cuda")
+
+
+@pytest.mark.slow
+def test_ranks_that_wait_end_with_the_process_that_started_them(tmp_path):
+    code = (
+        "import pathlib, sys, time; from keys35.runtime.group import RankGroup;"
+        "RankGroup(pathlib.Path(sys.argv[1]), 2, device='cpu'); time.sleep(600)"
+    )
+    starter = Popen([sys.executable, "-c", code, str(tmp_path)])
+    try:
+        files = [tmp_path / f"rank-{rank}.pid.json" for rank in range(2)]
+        limit = time.monotonic() + 120
+        while not all(file.exists() for file in files) and time.monotonic() < limit:
+            time.sleep(0.1)
+        pids = [json.loads(file.read_text())["pid"] for file in files]
+    finally:
+        starter.kill()
+        starter.wait()
+    while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < limit:
+        time.sleep(0.1)
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
