@@ -15,6 +15,7 @@ from keys35.glm.names import FINAL_NORM
 from keys35.glm.weights import Keep, StoredLayer, WeightStore
 from keys35.stages.experts import LayerRows
 from keys35.stages.job import Job
+from keys35.stages.needs import rows_stay
 from keys35.stages.scan import broken_tensors
 from keys35.stages.spans import Spans
 from keys35.stages.states import States, read_states, save_states
@@ -188,7 +189,7 @@ def layer_rows(job: Job, layer: int, windows: dict[str, Windows]) -> LayerRows:
     domain = windows["selection"].domain.repeat_interleave(per_window)
     hessian = load_recorded(job, capture_unit(layer), hessian_file(job, layer))[f"hessian.{SHARED_INPUT}"]
     rows = LayerRows(MoeRows.from_tensors(tensors, "fit"), selection, domain, len(job.text.domains), hessian)
-    return rows.to(job.rows_device)
+    return rows.to(job.device) if rows_stay(rows.fit.x.nbytes + selection.x.nbytes, job.recipe) else rows
 
 
 def hessian_file(job: Job, layer: int) -> Path:

@@ -64,11 +64,6 @@ class Job:
         return WINDOWS_AT_ONCE_TOKENS // 2 if self.recipe.encoder.low_memory else 4 * WINDOWS_AT_ONCE_TOKENS
 
     @property
-    def rows_device(self) -> torch.device:
-        """Where the rows of a layer's experts lie while they are encoded."""
-        return torch.device("cpu") if self.recipe.encoder.low_memory else self.device
-
-    @property
     def device(self) -> torch.device:
         """Where forward passes, statistics and the encoder compute; what they leave behind is on the host."""
         return backend_device(self.recipe.encoder.backend)

@@ -3,13 +3,18 @@
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
+from keys35.exl3.encode import EncodeOptions
+from keys35.glm.attention import QUERY_ROWS
 from keys35.glm.config import GlmConfig
 from keys35.glm.names import Role, TensorRule
 from keys35.recipe import Recipe
+from keys35.stages.job import LOW_MEMORY_STACK
 from keys35.stages.sizes import exl3_bytes
 from keys35.stages.states import WINDOWS_AT_ONCE_TOKENS
 
 FLOAT, BF16, INDEX = 4, 2, 4
+SCRATCH = 4_429_185_024  # of the tile search on 132 multiprocessors, at 4 bits, where it is largest
+ROWS_ON_DEVICE = 8 << 30
 
 
 def tokens(recipe: Recipe) -> int:
@@ -60,23 +65,42 @@ def work_parts(rules: Sequence[TensorRule], config: GlmConfig, recipe: Recipe, k
 
 
 def host_bytes(largest: int, config: GlmConfig, recipe: Recipe) -> int:
-    """Peak of the driver: a layer's states before and after with its rows, or the copies that weigh layers.
+    """Peak of the driver: a layer's states and its rows, or the copies that weigh layers.
 
-    States are float32 in memory whatever they are on disk. `largest` is the largest source tensor, held twice, as is
-    the largest Hessian.
+    `largest` is the largest source tensor, held twice, as is the largest Hessian.
     """
-    width = max(config.num_attention_heads * config.v_head_dim, config.intermediate_size, config.hidden_size)
-    passing = 2 * FLOAT * width * width + 2 * largest
-    states = FLOAT * config.hidden_size * tokens(recipe)
-    rows = tokens(recipe) * (FLOAT * config.hidden_size + config.num_experts_per_tok * (FLOAT + 2 * INDEX))
+    passing = 2 * FLOAT * _widest(config) ** 2 + 2 * largest
+    states = _value(recipe) * config.hidden_size * tokens(recipe)
+    routing = tokens(recipe) * config.num_experts_per_tok * (FLOAT + 2 * INDEX)
     at_once = max(1, WINDOWS_AT_ONCE_TOKENS // recipe.calibration.window) * recipe.calibration.window
     copies = (len(config.moe_layers) + 1) * at_once * config.hidden_size * FLOAT
-    return max(2 * states + rows, copies) + passing
+    return max(2 * states + routing, copies) + passing
+
+
+def _widest(config: GlmConfig) -> int:
+    return max(config.num_attention_heads * config.v_head_dim, config.intermediate_size, config.hidden_size)
 
 
 def device_bytes(config: GlmConfig, recipe: Recipe) -> int:
-    """One layer in float32 while states advance, or one group of experts while it is encoded; the larger."""
-    expert = 3 * config.hidden_size * config.moe_intermediate_size * FLOAT
-    hessians = FLOAT * (config.hidden_size**2 + config.moe_intermediate_size**2)
-    group = recipe.experts.group * (6 * expert + 3 * hessians)
-    return max(config.n_routed_experts * expert, group)
+    """A layer as it is stored while states go through it, or a batch of experts while it is encoded; the larger.
+
+    Measured for one layer of GLM-5.3: reports/benchmarks/real-layer-h200.json.
+    """
+    low = recipe.encoder.low_memory
+    at_once = WINDOWS_AT_ONCE_TOKENS // 2 if low else 4 * WINDOWS_AT_ONCE_TOKENS
+    scores = config.num_attention_heads * QUERY_ROWS * recipe.calibration.window
+    expert = 3 * config.hidden_size * config.moe_intermediate_size
+    passing = config.n_routed_experts * expert * BF16 + FLOAT * (
+        2 * _widest(config) ** 2 + 10 * at_once * config.hidden_size + 4 * scores
+    )
+    stack = LOW_MEMORY_STACK if low else EncodeOptions.stack_elements
+    experts = min(recipe.experts.group, max(1, 3 * stack // (2 * expert)))
+    hidden, inner = config.hidden_size**2, config.moe_intermediate_size**2
+    rows = rows_bytes(config, recipe)
+    encoding = experts * FLOAT * (expert * 5 + 4 * hidden + 2 * inner) + 14 * min(stack, experts * expert) + SCRATCH
+    return max(passing, encoding + (rows if rows_stay(rows, recipe) else 0))
+
+
+def rows_stay(nbytes: int, recipe: Recipe) -> bool:
+    """Whether so many bytes of a layer's rows are kept on the GPU while its experts are encoded."""
+    return nbytes <= ROWS_ON_DEVICE and not recipe.encoder.low_memory
