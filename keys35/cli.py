@@ -184,25 +184,129 @@ def check(
     voice.say(f"[green]passed[/green] {out}: {engine.asked}; routed mean {report.routed_mean} bits")
 
 
+PanelFiles = Annotated[list[Path], typer.Option("--panel", help="a text; give it again for each domain")]
+Rows = Annotated[int, typer.Option("--rows", min=1, help="windows of each --panel text")]
+Length = Annotated[int, typer.Option("--len", min=3, help="tokens of each of these windows")]
+Scratch = Annotated[Path | None, typer.Option(help="where reference states are kept; beside OUT")]
+Device = Annotated[str, typer.Option(help="auto, cuda or cpu")]
+Dtype = Annotated[str, typer.Option(help="float32 or bfloat16: what products are made in")]
+
+
 @app.command()
 def validate(
     out: Annotated[Path, typer.Argument(help="finished checkpoint")],
     reference: Annotated[Path, typer.Option(help="the BF16 source")],
     tp: Tp = 4,
-    scratch: Annotated[Path | None, typer.Option(help="where reference states are kept; beside OUT")] = None,
+    scratch: Scratch = None,
+    panel: PanelFiles = [],  # noqa: B006 (typer wants a list)
+    rows: Rows = 32,
+    length: Length = 2048,
+    device: Device = "auto",
+    dtype: Dtype = "float32",
 ) -> None:
-    """Score a checkpoint with the tensor-parallel runtime.
+    """Score a checkpoint with the tensor-parallel runtime, on its recipe's panel or on a text of yours.
 
-    Example: keys35 validate OUT --reference SRC --tp 4
+    Example: keys35 validate OUT --reference SRC --tp 4 --panel wikitext-2.txt --rows 32 --len 2048
     """
+    from keys35.report.panel import write_panel_page
     from keys35.report.terminal import show_validation
+    from keys35.stages.panels import text_panel, validate_panel
     from keys35.stages.validate import recipe_of
     from keys35.stages.validate import validate as run_validate
 
-    scratch = scratch or out.resolve().parent / f"{out.resolve().name}.validate"
+    scratch = scratch or _scratch(out, "validate")
     with voice.progress() as progress:
-        result = run_validate(out, reference, recipe_of(out), tp=tp, scratch=scratch, progress=progress)
+        if not panel:
+            result = run_validate(out, reference, recipe_of(out), tp=tp, scratch=scratch, progress=progress)
+        else:
+            windows = text_panel(panel, reference / "tokenizer.json", rows, length)
+            options = {"mtp_hidden": _mtp_hidden(out), "device": device, "dtype": dtype}
+            result = validate_panel(out, reference, windows, tp, scratch, progress, **options)
     voice.result(result, show_validation)
+    if panel:
+        voice.say(str(write_panel_page(scratch, out.name, result)))
+
+
+@app.command()
+def compare(
+    first: Annotated[Path, typer.Argument(help="a checkpoint")],
+    second: Annotated[Path, typer.Argument(help="another one of the same source")],
+    reference: Annotated[Path, typer.Option(help="their BF16 source")],
+    panel: PanelFiles,
+    rows: Rows = 32,
+    length: Length = 2048,
+    tp: Tp = 4,
+    scratch: Scratch = None,
+    device: Device = "auto",
+    dtype: Dtype = "float32",
+) -> None:
+    """The same panel for two checkpoints: what each loses, and the paired differences with their standard errors.
+
+    Example: keys35 compare OUT OTHER --reference SRC --panel wikitext-2.txt --rows 32 --len 2048
+    """
+    from keys35.report.panel import show_comparison
+    from keys35.stages.panels import compare as run_compare
+    from keys35.stages.panels import text_panel
+
+    scratch = scratch or _scratch(second, "compare")
+    windows = text_panel(panel, reference / "tokenizer.json", rows, length)
+    options = {"mtp_hidden": _mtp_hidden(first), "device": device, "dtype": dtype}
+    with voice.progress() as progress:
+        result = run_compare(first, second, reference, windows, tp, scratch, progress, **options)
+    voice.result(result, show_comparison)
+
+
+@app.command()
+def generate(
+    checkpoint: Annotated[Path, typer.Argument(help="a checkpoint, finished or BF16")],
+    prompt: Annotated[str, typer.Argument(help="text to go on from")],
+    tokens: Annotated[int, typer.Option(min=1, help="new tokens at most")] = 64,
+    tp: Tp = 1,
+    draft: Annotated[bool, typer.Option("--draft", help="let the MTP layer guess ahead: same text, sooner")] = False,
+    device: Device = "auto",
+    dtype: Dtype = "float32",
+) -> None:
+    """Go on from a prompt, greedily, and say how fast.
+
+    Example: keys35 generate OUT "Once upon a time" --tokens 64
+    """
+    from keys35.report.panel import show_reply
+    from keys35.stages.speak import reply
+
+    result = reply(checkpoint, prompt, tokens, tp, draft=draft, device=device, dtype=dtype,
+                   mtp_hidden=_mtp_hidden(checkpoint))  # fmt: skip
+    voice.result(result, show_reply)
+
+
+@app.command()
+def bench(
+    checkpoint: Annotated[Path, typer.Argument(help="a checkpoint, finished or BF16")],
+    prompt: Annotated[int, typer.Option(min=1, help="tokens of the prompt")] = 512,
+    tokens: Annotated[int, typer.Option(min=2, help="tokens to decode")] = 32,
+    tp: Tp = 1,
+    device: Device = "auto",
+    dtype: Dtype = "float32",
+) -> None:
+    """Tokens a second of prefill and of decoding, for each rank.
+
+    Example: keys35 bench OUT --tp 4
+    """
+    from keys35.report.panel import show_rates
+    from keys35.stages.speak import rates
+
+    voice.result(rates(checkpoint, prompt, tokens, tp, device=device, dtype=dtype), show_rates)
+
+
+def _scratch(out: Path, name: str) -> Path:
+    return out.resolve().parent / f"{out.resolve().name}.{name}"
+
+
+def _mtp_hidden(checkpoint: Path) -> str | None:
+    """Which trunk state feeds the MTP layer, where a checkpoint's report says so."""
+    from keys35.stages.assemble import REPORT
+    from keys35.stages.validate import recipe_of
+
+    return recipe_of(checkpoint).mtp.hidden if (checkpoint / REPORT).exists() else None
 
 
 @app.command()

@@ -22,6 +22,10 @@ class LayerCache:
         """Number of cached positions."""
         return len(self._kept["latent"]) if self._kept else 0
 
+    def truncate(self, length: int) -> None:
+        """Forget positions from `length` on, say drafts that were refused."""
+        self._kept = {name: rows[:length] for name, rows in self._kept.items()}
+
     def extend(self, name: str, rows: Tensor) -> Tensor:
         """Append rows to one of the kept tensors and return all of it."""
         past = self._kept.get(name)
@@ -62,7 +66,7 @@ def attention(
     attend = _attend_absorbed if start else _attend
     mixed = attend(config, q_nope, q_rope, latent, k_rope, kv_b, selection)
     block.seen(["self_attn.o_proj"], mixed, where)
-    return block.reduce(wide(block.linear("self_attn.o_proj", mixed))), selection
+    return block.reduce(block.partial("self_attn.o_proj", mixed)), selection
 
 
 def rotation(config: GlmConfig, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,12 @@ class LayerWeights(Protocol):
     def linear(self, module: str, x: Tensor) -> Tensor:
         """x (N, in) through a linear, say "mlp.experts.3.up_proj"; (N, out), or a rank's share of it."""
 
+    def partial(self, module: str, x: Tensor) -> Tensor:
+        """The same where ranks cut the inputs: what each of the store's shares adds to it, (shares, N, out)."""
+
+    def experts(self, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor | None:
+        """All routed experts at once, rows (N, d), ids, weights (N, k): float32 (shares, N, d); None: one by one."""
+
 
 class Observer:
     """Watches what flows through a layer; this one ignores everything, calibration overrides it.
@@ -41,13 +47,22 @@ class Observer:
         """Rows (N, d), their k experts and float32 weights (N, k), and the routed experts' output (N, d)."""
 
 
-def identity(x: Tensor) -> Tensor:
-    return x
+def sum_shares(parts: Tensor) -> Tensor:
+    """The sum over the first axis, float32 or better: neighbours first, then neighbouring sums, and so on.
+
+    A rank that holds 1, 2 or 4 neighbours of eight adds up a branch of the same tree, so the total has the same bits
+    however many ranks there are.
+    """
+    sums = list(wide(parts).unbind(0))
+    while len(sums) > 1:
+        pairs = [a + b for a, b in zip(sums[::2], sums[1::2], strict=False)]
+        sums = pairs + sums[2 * len(pairs) :]
+    return sums[0]
 
 
 @dataclass(frozen=True)
 class Block:
-    """What every part of a layer needs to know; `reduce` sums the ranks' partial outputs."""
+    """What every part of a layer needs to know; `reduce` sums this rank's and the others' shares (shares, N, d)."""
 
     config: GlmConfig
     layer: int
@@ -60,6 +75,10 @@ class Block:
 
     def linear(self, module: str, x: Tensor) -> Tensor:
         return self.weights.linear(module, x)
+
+    def partial(self, module: str, x: Tensor) -> Tensor:
+        """This rank's shares of a linear whose inputs are cut, float32 or better (shares, N, out)."""
+        return wide(self.weights.partial(module, x))
 
     def seen(self, modules: Sequence[str], rows: Tensor, where: Tensor) -> None:
         self.observer.linear_input(tuple(f"model.layers.{self.layer}.{name}" for name in modules), rows, where)

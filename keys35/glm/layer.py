@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from keys35.glm.attention import LayerCache, attention
-from keys35.glm.block import Block, LayerWeights, Observer, identity, wide
+from keys35.glm.block import Block, LayerWeights, Observer, sum_shares, wide
 from keys35.glm.config import GlmConfig
 
 Linear = Callable[[Tensor], Tensor]
@@ -27,13 +27,13 @@ def decoder_layer(
     *,
     observer: Observer | None = None,
     caches: Sequence[LayerCache] | None = None,
-    reduce: Callable[[Tensor], Tensor] = identity,
+    reduce: Callable[[Tensor], Tensor] = sum_shares,
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """Run one layer over several sequences and return their new states and sparse selections.
 
     windows: states (S, d), lengths may differ. selections: per window the previous layer's DSA selection,
     bool (S, T), or None for "every earlier key". caches: one per window when decoding step by step. reduce:
-    sums the ranks' partial outputs, called once per window for attention and once for the MLP. Attention runs
+    sums the ranks' shares of an output, called once per window for attention and once for the MLP. Attention runs
     window by window, the MLP over all rows at once, so each expert's weights are asked for only once.
     """
     block = Block(config, layer, weights, observer or Observer(), reduce)
@@ -78,34 +78,44 @@ def route(config: GlmConfig, weights: LayerWeights, rows: Tensor) -> tuple[Tenso
 def feed_forward(block: Block, rows: Tensor, where: Tensor) -> Tensor:
     """The dense MLP, or routed experts plus shared expert, of normalised rows (N, d); float32 (N, d)."""
     if not block.config.is_moe(block.layer):
-        return block.reduce(wide(_watched_mlp(block, "mlp", rows, where)))
+        return block.reduce(_watched_mlp(block, "mlp", rows, where))
     ids, weights = route(block.config, block.weights, rows)
     routed = _routed_experts(block, rows, ids, weights)
-    block.observer.moe(block.layer, rows, ids, weights, routed, where)
-    shared = _watched_mlp(block, "mlp.shared_experts", rows, where)
-    return block.reduce(routed + wide(shared))
+    block.observer.moe(block.layer, rows, ids, weights, sum_shares(routed), where)
+    return block.reduce(routed + _watched_mlp(block, "mlp.shared_experts", rows, where))
 
 
 def _watched_mlp(block: Block, prefix: str, rows: Tensor, where: Tensor) -> Tensor:
+    """This rank's shares, (shares, N, d), of an MLP that every row passes."""
     gate, up, down = (f"{prefix}.{leaf}_proj" for leaf in ("gate", "up", "down"))
 
     def watched_down(hidden: Tensor) -> Tensor:
         block.seen([down], hidden, where)
-        return block.linear(down, hidden)
+        return block.partial(down, hidden)
 
     block.seen([gate, up], rows, where)
     return gated_mlp(rows, lambda x: block.linear(gate, x), lambda x: block.linear(up, x), watched_down)
 
 
 def _routed_experts(block: Block, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """Sum of weight * expert output in float32; experts in ascending order, so that sums repeat exactly."""
-    total = torch.zeros(rows.shape, dtype=wide(rows).dtype, device=rows.device)
+    """Shares (shares, N, d) of the sum of weight * expert output, in float32.
+
+    Experts are added in ascending order, so that sums repeat exactly.
+    """
+    if (routed := block.weights.experts(rows, ids, weights)) is not None:
+        return routed
+    total: Tensor | None = None
     for expert in ids.unique().tolist():
         token, slot = (ids == expert).nonzero(as_tuple=True)
-        linears = [
-            lambda x, module=f"mlp.experts.{expert}.{leaf}_proj": block.linear(module, x)
-            for leaf in ("gate", "up", "down")
-        ]
-        output = gated_mlp(rows[token], *linears)
-        total[token] += wide(output) * weights[token, slot, None]
+        gate, up, down = (f"mlp.experts.{expert}.{leaf}_proj" for leaf in ("gate", "up", "down"))
+        output = gated_mlp(
+            rows[token],
+            lambda x, module=gate: block.linear(module, x),
+            lambda x, module=up: block.linear(module, x),
+            lambda x, module=down: block.partial(module, x),
+        )
+        if total is None:
+            total = output.new_zeros(len(output), *rows.shape)
+        total[:, token] += output * weights[token, slot, None]
+    assert total is not None, "rows choose at least one expert"
     return total

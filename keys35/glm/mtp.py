@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from keys35.glm.block import LayerWeights, Observer, identity, rms_norm
+from keys35.glm.block import LayerWeights, Observer, rms_norm, sum_shares
 from keys35.glm.config import GlmConfig
 from keys35.glm.layer import decoder_layer
 
@@ -24,18 +24,23 @@ def mtp_inputs(
     embedded: embeddings (S, d) of the same windows' tokens. `config.mtp_hidden` decides whether the final
     norm is applied to the states first.
     """
-    windows = []
-    for state, embedding in zip(hidden, embedded, strict=True):
-        state = state[:-1]
-        if config.mtp_hidden == "post_norm":
-            state = rms_norm(state, final_norm, config.rms_norm_eps)
-        # The order of the two halves is part of the checkpoint format: embedding first.
-        pair = [
-            rms_norm(embedding[1:], weights.tensor("enorm.weight"), config.rms_norm_eps),
-            rms_norm(state, weights.tensor("hnorm.weight"), config.rms_norm_eps),
-        ]
-        windows.append(weights.linear("eh_proj", torch.cat(pair, -1)))
-    return windows
+    pairs = zip(hidden, embedded, strict=True)
+    return [mtp_rows(config, weights, state[:-1], embedding[1:], final_norm) for state, embedding in pairs]
+
+
+@torch.no_grad()
+def mtp_rows(
+    config: GlmConfig, weights: LayerWeights, states: Tensor, following: Tensor, final_norm: Tensor
+) -> Tensor:
+    """The same for single rows (N, d): the trunk's states and the embeddings of the tokens that follow them."""
+    if config.mtp_hidden == "post_norm":
+        states = rms_norm(states, final_norm, config.rms_norm_eps)
+    # The order of the two halves is part of the checkpoint format: embedding first.
+    pair = [
+        rms_norm(following, weights.tensor("enorm.weight"), config.rms_norm_eps),
+        rms_norm(states, weights.tensor("hnorm.weight"), config.rms_norm_eps),
+    ]
+    return weights.linear("eh_proj", torch.cat(pair, -1))
 
 
 def mtp_layer(
@@ -47,7 +52,7 @@ def mtp_layer(
     final_norm: Tensor,
     *,
     observer: Observer | None = None,
-    reduce: Callable[[Tensor], Tensor] = identity,
+    reduce: Callable[[Tensor], Tensor] = sum_shares,
 ) -> list[Tensor]:
     """Run one MTP layer over windows; row t of a result (S-1, d) leads to logits for token t+2.
 

@@ -293,3 +293,15 @@ def check_tp(config: GlmConfig, tp: int) -> None:
     if found := fault(tp):
         legal = ", ".join(str(ranks) for ranks in range(1, config.num_attention_heads + 1) if not fault(ranks))
         raise PlanError(f"{found}; this model can have {legal} ranks")
+
+
+def most_ranks(config: GlmConfig, limit: int = 8) -> int:
+    """The largest power of two, up to a limit, of ranks that this model can have."""
+    ranks = 1
+    try:
+        while 2 * ranks <= limit:
+            check_tp(config, 2 * ranks)
+            ranks *= 2
+    except PlanError:
+        pass
+    return ranks

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from keys35.glm.block import Observer, identity, rms_norm
+from keys35.glm.block import Observer, rms_norm, sum_shares
 from keys35.glm.layer import decoder_layer
 from keys35.glm.mtp import mtp_layer
 from keys35.glm.names import EMBEDDING, FINAL_NORM, HEAD
@@ -24,7 +24,7 @@ def trunk(
     windows: Sequence[Tensor],
     *,
     observer: Observer | None = None,
-    reduce: Callable[[Tensor], Tensor] = identity,
+    reduce: Callable[[Tensor], Tensor] = sum_shares,
 ) -> list[Tensor]:
     """Carry embedded windows (S, d) through all decoder layers; the result is before the final norm."""
     config, states = store.config, list(windows)
@@ -42,7 +42,7 @@ def mtp(
     embedded: Sequence[Tensor],
     *,
     observer: Observer | None = None,
-    reduce: Callable[[Tensor], Tensor] = identity,
+    reduce: Callable[[Tensor], Tensor] = sum_shares,
 ) -> list[Tensor]:
     """Run the first MTP layer after `trunk`; see `mtp_layer`. Asserts that the model has one."""
     config = store.config

@@ -3,18 +3,21 @@
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from enum import StrEnum
+from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from keys35.exl3.codebook import MARKERS
 from keys35.exl3.linear import decode_weight
+from keys35.exl3.packed import PackedLinears, codebook_of
 from keys35.files.source import ShardedSource
 from keys35.glm.block import LayerWeights
 from keys35.glm.config import GlmConfig
-from keys35.glm.names import TensorRule, census, exl3_parts, rank_range, split_axis
+from keys35.glm.experts import FEW_TOKENS, RoutedExperts
+from keys35.glm.names import PROJECTIONS, Split, TensorRule, census, exl3_parts, most_ranks, rank_range, split_axis
 
 
 class Keep(StrEnum):
@@ -32,9 +35,11 @@ class Keep(StrEnum):
 class WeightStore:
     """All weights of a checkpoint for one rank of `tp`; reads only that rank's bytes.
 
-    A linear is EXL3 when its trellis exists and plain otherwise, so a source, an output and a mixture load
-    alike. `read` counts bytes by role and by "sharded" or "replicated". Values come in `dtype` on `device`,
-    except the router's correction bias, which stays float32.
+    A linear is EXL3 when its trellis exists and plain otherwise, so a source, an output and a mixture load alike.
+    With `shares`, every product that ranks cut is made in equal parts of the whole, however many of them this rank
+    has: the same shapes and the same sums, so the same bits for any number of ranks. `read` counts bytes by role and
+    by "sharded" or "replicated". Values come in `dtype` on `device`, except the router's correction bias, which
+    stays float32.
     """
 
     def __init__(
@@ -46,11 +51,18 @@ class WeightStore:
         dtype: torch.dtype = torch.float32,
         tp: int = 1,
         rank: int = 0,
+        shares: int = 1,
     ) -> None:
         self.source, self.config, self.rules = source, config, census(config)
         self.device, self.dtype = torch.device(device), dtype
-        self.tp, self.rank = tp, rank
+        self.tp, self.rank, self.shares = tp, rank, shares
         self.read: Counter[str] = Counter()
+
+    def in_shares(self) -> Self:
+        """The same store, cut into as many shares as the model can have ranks, up to 8: one result for all of them."""
+        most, store = most_ranks(self.config), copy(self)
+        store.shares = 1 if most % self.tp else most // self.tp
+        return store
 
     def layer(self, layer: int, keep: Keep = Keep.DENSE) -> "StoredLayer":
         """The weights of one layer, loaded when first asked for."""
@@ -74,8 +86,7 @@ class WeightStore:
         if "weight" in parts:
             weight = parts["weight"]
             return weight.float() if "F32" in rule.dtypes else weight.to(self.dtype)
-        codebook = next((marker for marker in MARKERS if marker in parts), "3inst")
-        weight = decode_weight(parts["trellis"], parts["suh"], parts["svh"], codebook)
+        weight = decode_weight(parts["trellis"], parts["suh"], parts["svh"], codebook_of(parts))
         return weight[: rule.in_features, : rule.out_features].T.to(self.dtype)
 
     def _read(self, rule: TensorRule, part: str, name: str) -> Tensor:
@@ -98,12 +109,58 @@ class StoredLayer:
         self._store, self._layer, self._keep = store, layer, keep
         self._ready: dict[str, Tensor] = {}
         self._packed: dict[str, dict[str, Tensor]] = {}
+        self._linears: dict[str, PackedLinears | None] = {}
+        self._routed: RoutedExperts | None = None
 
     def tensor(self, name: str) -> Tensor:
         return self._value(f"model.layers.{self._layer}.{name}")
 
     def linear(self, module: str, x: Tensor) -> Tensor:
-        return F.linear(x, self._value(f"model.layers.{self._layer}.{module}.weight"))
+        name = f"model.layers.{self._layer}.{module}.weight"
+        few = self._keep is Keep.PACKED and len(x) <= FEW_TOKENS and self._store.shares == 1
+        packed = self._packed_linear(name) if few else None
+        if packed is None:
+            weight = self._value(name)
+            cut = self._store.shares if self._store.rules[name].split is Split.OUT else 1
+            return torch.cat([F.linear(x, rows) for rows in weight.chunk(cut)], -1) if cut > 1 else F.linear(x, weight)
+        rule = self._store.rules[name]
+        x = F.pad(x, (0, packed.shapes[0][0] - x.shape[-1]))
+        columns = min(packed.shapes[0][1], rule.out_features)
+        return packed.multiply([0] * len(x), x)[:, :columns].to(x.dtype)
+
+    def partial(self, module: str, x: Tensor) -> Tensor:
+        if self._store.shares == 1:
+            return self.linear(module, x)[None]
+        weight, shares = self._value(f"model.layers.{self._layer}.{module}.weight"), self._store.shares
+        return torch.stack([F.linear(a, w) for a, w in zip(x.chunk(shares, -1), weight.chunk(shares, -1), strict=True)])
+
+    def experts(self, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor | None:
+        """All routed experts from their stored parts, where that is faster: 16 bits on a GPU, or a few tokens."""
+        shares, half = self._store.shares, rows.dtype in (torch.bfloat16, torch.float16)
+        few = len(rows) <= FEW_TOKENS and shares == 1 and self._keep is Keep.PACKED
+        if not (rows.is_cuda and half or few and rows.dtype == torch.float32):
+            return None
+        chosen = None if self._keep is Keep.PACKED else ids.unique()
+        routed = self._routed or self._routed_experts(chosen)
+        if routed is None:
+            return None
+        if chosen is None:
+            self._routed = routed
+            return routed(rows, ids, weights, shares)
+        return routed(rows, torch.searchsorted(chosen, ids), weights, shares)
+
+    def _routed_experts(self, chosen: Tensor | None) -> RoutedExperts | None:
+        """Some or all of the experts, when all of their linears are encoded."""
+        ids = range(self._store.config.n_routed_experts) if chosen is None else chosen.tolist()
+        names = [f"model.layers.{self._layer}.mlp.experts.{i}.{leaf}.weight" for i in ids for leaf in PROJECTIONS]
+        parts = [self._parts(self._store.rules[name]) for name in names]
+        return RoutedExperts(parts) if all("trellis" in part for part in parts) else None
+
+    def _packed_linear(self, name: str) -> PackedLinears | None:
+        if name not in self._linears:
+            parts = self._parts(self._store.rules[name])
+            self._linears[name] = PackedLinears([parts]) if "trellis" in parts else None
+        return self._linears[name]
 
     def load(self, readers: int = 1) -> None:
         """Read everything now, for a layer that is to stay in memory; `WeightStore.read` counts for one reader only."""
@@ -144,3 +201,10 @@ class Overlay:
     def linear(self, module: str, x: Tensor) -> Tensor:
         matrix = self._matrices.get(module)
         return self._base.linear(module, x) if matrix is None else x @ matrix
+
+    def partial(self, module: str, x: Tensor) -> Tensor:
+        matrix = self._matrices.get(module)
+        return self._base.partial(module, x) if matrix is None else (x @ matrix)[None]
+
+    def experts(self, rows: Tensor, ids: Tensor, weights: Tensor) -> None:
+        """One by one: any of them may be replaced."""

@@ -48,9 +48,11 @@ class PanelRun:
 
 @dataclass(frozen=True)
 class Generated:
-    """Greedy tokens after a prompt, each rank's report, seconds of the slowest."""
+    """Greedy tokens after a prompt, drafts made and accepted, each rank's report, seconds of the slowest."""
 
     tokens: tuple[int, ...]
+    drafts: int
+    accepted: int
     ranks: tuple[dict[str, Any], ...]
     seconds: float
 
@@ -136,13 +138,18 @@ def run_generate(
     tp: int,
     out_dir: Path,
     *,
+    draft: bool = False,
+    mtp_hidden: str | None = None,
     device: str = "auto",
     dtype: str = "float32",
     timeout_s: float = 300.0,
     limit_s: float | None = None,
     port: int | None = None,
 ) -> Generated:
-    """Generate greedily after a prompt of token ids; arguments and errors as for `run_panel`."""
+    """Generate greedily after a prompt of token ids; with `draft` the MTP layer guesses the token after the next.
+
+    Other arguments and errors as for `run_panel`.
+    """
     out_dir.mkdir(parents=True, exist_ok=True)
     if not prompt:
         raise RankError("the prompt is empty; give at least one token")
@@ -151,12 +158,15 @@ def run_generate(
         out=str(out_dir),
         prompt=tuple(prompt),
         new_tokens=new_tokens,
+        draft=draft,
+        mtp_hidden=mtp_hidden,
         device=device,
         dtype=dtype,
         timeout_s=timeout_s,
     )
     [done] = launch([job], tp, limit_s=limit_s, port=port)
-    return Generated(tuple(done.result["tokens"]), done.ranks, done.seconds)
+    found = done.result
+    return Generated(tuple(found["tokens"]), found["drafts"], found["accepted"], done.ranks, done.seconds)
 
 
 def launch(

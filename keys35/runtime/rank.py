@@ -23,9 +23,9 @@ from keys35.files.source import ShardedSource
 from keys35.glm.config import GlmConfig
 from keys35.glm.names import check_tp
 from keys35.glm.weights import WeightStore
-from keys35.runtime.generate import Decoder, generate
+from keys35.runtime.generate import Decoder, Drafter, Drafting, generate, generate_drafted
 from keys35.runtime.panel import Panel
-from keys35.runtime.ranks import GroupRanks, Ranks
+from keys35.runtime.ranks import GroupRanks, LostRankError, Ranks
 from keys35.runtime.reference import Reference
 from keys35.runtime.score import score_panel
 
@@ -39,7 +39,8 @@ class RankJob:
     """What all ranks are asked to do; given to them as JSON.
 
     checkpoint may contain "{rank}", for nodes that hold copies under different paths. With `panel` and
-    `reference` the job scores the panel; with `prompt` it generates `new_tokens` tokens; results go to `out`.
+    `reference` the job scores the panel; with `prompt` it generates `new_tokens` tokens, with `draft` by way of the MTP
+    layer; results go to `out`.
     """
 
     checkpoint: str
@@ -49,6 +50,7 @@ class RankJob:
     save_logits: bool = False
     prompt: tuple[int, ...] = ()
     new_tokens: int = 0
+    draft: bool = False
     mtp_hidden: str | None = None
     device: str = "auto"
     dtype: str = "float32"
@@ -80,20 +82,25 @@ def run_job(job: RankJob, ranks: Ranks, device: torch.device) -> dict[str, Any]:
     dtype = getattr(torch, job.dtype)
     store = WeightStore(source, config, device=device, dtype=dtype, tp=ranks.world, rank=ranks.rank)
     result: dict[str, Any] = {}
+    rates: dict[str, float] = {}
     if job.panel and job.reference:
         panel = Panel.load(Path(job.panel))
         panel.check_vocabulary(config.vocab_size)
         logits_dir = out / "logits" if job.save_logits else None
-        scores = score_panel(store, ranks, panel, Reference.open(Path(job.reference), panel), logits_dir)
+        scores = score_panel(store.in_shares(), ranks, panel, Reference.open(Path(job.reference), panel), logits_dir)
         result["metrics"] = scores
     if job.prompt:
-        decoder = Decoder(store, ranks)
-        result["tokens"] = list(generate(decoder, job.prompt, job.new_tokens))
+        fast = device.type == "cuda" and dtype != torch.float32  # whole products, straight from the trellis
+        decoder = Decoder(store if fast else store.in_shares(), ranks)
+        result |= _reply(job, decoder, store, rates)
     if ranks.rank == 0:
         write_json(out / "result.json", result)
     report = {
         "rank": ranks.rank,
         "device": str(device),
+        "backend": ranks.backend,
+        "communication_s": ranks.communication_s,
+        **rates,
         "bytes_read": source.bytes_read,
         "bytes_by_class": dict(store.read),
         "peak_rss_bytes": peak_rss_bytes(),
@@ -103,6 +110,27 @@ def run_job(job: RankJob, ranks: Ranks, device: torch.device) -> dict[str, Any]:
         report["peak_gpu_bytes"] = torch.cuda.max_memory_allocated(device)
     write_json(out / f"rank-{ranks.rank}.json", report)
     return result
+
+
+def _reply(job: RankJob, decoder: Decoder, store: WeightStore, rates: dict[str, float]) -> dict[str, Any]:
+    """Generate; fills in tokens a second of the prompt (up to the first new token) and of decoding."""
+    drafting = Drafting()
+    if job.draft and not decoder.config.num_nextn_predict_layers:
+        raise RankError(f"{job.checkpoint} has no MTP layer to draft with; generate without drafts")
+    if job.draft:
+        drafter = Drafter(store, decoder)
+        stream = generate_drafted(decoder, drafter, job.prompt, job.new_tokens, drafting)
+    else:
+        stream = generate(decoder, job.prompt, job.new_tokens)
+    tokens, marks = [], [time.perf_counter()]
+    for token in stream:
+        tokens.append(token)
+        marks.append(time.perf_counter())
+    if tokens:
+        rates["prefill_tokens_s"] = len(job.prompt) / (marks[1] - marks[0])
+    if len(tokens) > 1:
+        rates["decode_tokens_s"] = (len(tokens) - 1) / (marks[-1] - marks[1])
+    return {"tokens": tokens, "drafts": drafting.drafts, "accepted": drafting.accepted}
 
 
 def _agree_on_checkpoint(source: ShardedSource, ranks: Ranks, device: torch.device) -> None:
@@ -128,14 +156,21 @@ def peak_rss_bytes() -> int:
 
 
 def choose_device(name: str, local_rank: int, local_world: int) -> torch.device:
-    """ "auto" is this rank's own GPU when there are enough for all ranks of the node, else the CPU."""
+    """ "auto" is this rank's own GPU when there are enough for all ranks of the node, else the CPU.
+
+    With "cuda", ranks share what GPUs there are. Raises RankError when there is none.
+    """
+    count = torch.cuda.device_count()
     if name == "auto":
-        name = "cuda" if torch.cuda.device_count() >= local_world else "cpu"
-    if name == "cuda" and torch.cuda.device_count() < local_world:
-        raise RankError(
-            f"{local_world} ranks need a GPU each, {torch.cuda.device_count()} are visible; use device = cpu"
-        )
-    return torch.device("cuda", local_rank) if name == "cuda" else torch.device(name)
+        name = "cuda" if count >= local_world else "cpu"
+    if name == "cuda" and not count:
+        raise RankError(f"{local_world} ranks need a GPU each or one to share, none is visible; use device = cpu")
+    return torch.device("cuda", local_rank % count) if name == "cuda" else torch.device(name)
+
+
+def choose_backend(device: torch.device, local_world: int) -> str:
+    """NCCL between GPUs, gloo on CPUs or when ranks share a GPU, which NCCL refuses."""
+    return "nccl" if device.type == "cuda" and torch.cuda.device_count() >= local_world else "gloo"
 
 
 def main() -> int:
@@ -154,12 +189,12 @@ def main() -> int:
             torch.cuda.set_device(device)
         else:
             torch.set_num_threads(min(MOST_THREADS, max(1, len(os.sched_getaffinity(0)) // local_world)))
-        ranks = GroupRanks("nccl" if device.type == "cuda" else "gloo", float(timeout_s))
+        ranks = GroupRanks(choose_backend(device, local_world), float(timeout_s))
         for job in _awaited_jobs(out / JOBS, int(launcher)):
             run_job(job, ranks, device)
         ranks.close()
     except Exception as error:
-        known = isinstance(error, Keys35Error)
+        known = isinstance(error, Keys35Error) and not isinstance(error, LostRankError)  # a consequence, no cause
         message = str(error) if known else f"{type(error).__name__}: {error}"
         write_json(
             out / f"rank-{rank}.error.json",

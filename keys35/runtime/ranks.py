@@ -1,12 +1,16 @@
 """How ranks talk: sums and gathers whose results are the same on every run."""
 
+import contextlib
 import datetime
+import time
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from keys35.glm.block import wide
+from keys35.errors import RankError
+from keys35.glm.block import sum_shares
 
 REDUCE_VALUES = 1 << 20
 
@@ -15,6 +19,7 @@ class Ranks:
     """A single rank, which has nobody to talk to."""
 
     rank, world = 0, 1
+    backend, communication_s = "none", 0.0
 
     def all(self, x: Tensor) -> list[Tensor]:
         """Every rank's x, in rank order."""
@@ -24,14 +29,13 @@ class Ranks:
         """Every rank's x on rank 0, None elsewhere."""
         return [x]
 
-    def reduce(self, x: Tensor) -> Tensor:
-        """The sum of every rank's x, float32 or better. Added in rank order, so that it repeats to the last bit."""
-        total = wide(x).contiguous().clone()
+    def reduce(self, shares: Tensor) -> Tensor:
+        """The sum of every rank's shares (shares, ...), float32 or better, in the one order of `sum_shares`."""
+        total = sum_shares(shares).contiguous()
+        if self.world == 1:
+            return total
         for piece in total.view(-1).split(REDUCE_VALUES):  # bounds the copies of the other ranks' parts
-            parts = self.all(piece)
-            piece.copy_(parts[0])
-            for part in parts[1:]:
-                piece += part
+            piece.copy_(sum_shares(torch.stack(self.all(piece))))
         return total
 
     def logits(self, share: Tensor) -> Tensor | None:
@@ -47,22 +51,60 @@ class Ranks:
         return indices.gather(0, values.argmax(0, keepdim=True))[0]
 
 
+class LostRankError(RankError):
+    """Another rank went away: that one, not this, has the cause."""
+
+
 class GroupRanks(Ranks):
-    """Ranks of a torch.distributed job started by torchrun: NCCL on GPUs, gloo on CPUs."""
+    """Ranks of a torch.distributed job started by torchrun: NCCL with a GPU each, else gloo through the host."""
 
     def __init__(self, backend: str, timeout_s: float) -> None:
         dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
+        self.backend = backend
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self._seconds, self._marks = 0.0, []
+
+    @property
+    def communication_s(self) -> float:
+        """Seconds spent in exchanges so far, waiting for slower ranks included."""
+        if self._marks:
+            self._marks[-1][1].synchronize()
+        return self._seconds + sum(begin.elapsed_time(end) for begin, end in self._marks) / 1e3
 
     def all(self, x: Tensor) -> list[Tensor]:
-        parts = [torch.empty_like(x) for _ in range(self.world)]
-        dist.all_gather(parts, x)
-        return parts
+        with self._clock(x):
+            sent = self._outward(x)
+            parts = [torch.empty_like(sent) for _ in range(self.world)]
+            dist.all_gather(parts, sent)
+            return [part.to(x.device) for part in parts]
 
     def first(self, x: Tensor) -> list[Tensor] | None:
-        parts = [torch.empty_like(x) for _ in range(self.world)] if self.rank == 0 else None
-        dist.gather(x, parts)
-        return parts
+        with self._clock(x):
+            sent = self._outward(x)
+            parts = [torch.empty_like(sent) for _ in range(self.world)] if self.rank == 0 else None
+            dist.gather(sent, parts)
+            return None if parts is None else [part.to(x.device) for part in parts]
+
+    def _outward(self, x: Tensor) -> Tensor:
+        return x.cpu() if self.backend == "gloo" else x
+
+    @contextlib.contextmanager
+    def _clock(self, x: Tensor) -> Iterator[None]:
+        """Time an exchange: by events on a GPU, whose work runs behind the program's back."""
+        if self.backend == "nccl":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            yield
+            end.record()
+            self._marks.append((begin, end))
+            return
+        started = time.perf_counter()
+        try:
+            yield
+        except RuntimeError as error:
+            text = f"rank {self.rank} lost another rank in an exchange ({error}); see that one's message"
+            raise LostRankError(text) from error
+        self._seconds += time.perf_counter() - started
 
     def close(self) -> None:
         dist.destroy_process_group()

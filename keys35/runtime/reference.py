@@ -65,6 +65,7 @@ def make_reference(store: WeightStore, panel: Panel, root: Path, *, repeat: bool
     of changed top-1 tokens between two passes of the same weights: a smaller difference is not a difference.
     """
     panel.check_vocabulary(store.config.vocab_size)
+    store = store.in_shares()
     wanted = _identity(store, panel)
     if (root / "reference.json").exists():
         facts = read_json(root / "reference.json", RankError, _AGAIN)

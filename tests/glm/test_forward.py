@@ -9,7 +9,7 @@ from builders_exl3 import DEMO, random_source
 
 from keys35.files.source import ShardedSource
 from keys35.glm.attention import LayerCache
-from keys35.glm.block import Block, Observer, identity
+from keys35.glm.block import Block, Observer, sum_shares
 from keys35.glm.config import GlmConfig
 from keys35.glm.layer import decoder_layer, feed_forward, gated_mlp, route
 from keys35.glm.stream import Head, embed, mtp, trunk
@@ -185,7 +185,7 @@ def test_overlay_replaces_one_expert_only(demo_store, demo_config, recorded):
     changed = Overlay(base, {"mlp.experts.5.down_proj": zero})
 
     def run(weights):
-        return feed_forward(Block(demo_config, 3, weights, Observer(), identity), rows, where)
+        return feed_forward(Block(demo_config, 3, weights, Observer(), sum_shares), rows, where)
 
     differs = (run(base) != run(changed)).any(1)
     assert torch.equal(differs, (ids == 5).any(1))

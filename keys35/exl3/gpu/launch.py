@@ -17,6 +17,8 @@ class Limits:
     arch: str
     multiprocessors: int
     shared_bytes: int
+    shared_total: int = 100 * 1024
+    """Shared memory of a multiprocessor."""
 
     @staticmethod
     @lru_cache
@@ -30,7 +32,8 @@ class Limits:
                 f"{OLDEST_CAPABILITY[0]}.{OLDEST_CAPABILITY[1]} or later: use the cpu or exllamav3 backend"
             )
         shared = getattr(properties, "shared_memory_per_block_optin", 0) or 99 * 1024
-        return Limits(f"sm_{capability[0]}{capability[1]}", properties.multi_processor_count, shared)
+        total = getattr(properties, "shared_memory_per_multiprocessor", 0) or 100 * 1024
+        return Limits(f"sm_{capability[0]}{capability[1]}", properties.multi_processor_count, shared, total)
 
 
 class Kernel:
@@ -48,13 +51,19 @@ class Kernel:
         self._device = device
         self._shared = 0
 
-    def __call__(self, grid: int | tuple[int, int, int], threads: int, shared: int, *arguments: Any) -> None:
-        """Launch on torch's current stream; pointers are Python ints, other arguments numpy or ctypes scalars."""
+    def __call__(
+        self, grid: int | tuple[int, int, int], threads: int, shared: int, *arguments: Any, cooperative: bool = False
+    ) -> None:
+        """Launch on torch's current stream; pointers are Python ints, other arguments numpy or ctypes scalars.
+
+        cooperative: the driver refuses a grid whose blocks cannot all be there at once.
+        """
         from cuda.core import LaunchConfig, Stream, launch
 
         self._allow(shared)
         stream = Stream.from_handle(torch.cuda.current_stream(self._device).cuda_stream)
-        launch(stream, LaunchConfig(grid=grid, block=threads, shmem_size=shared), self._kernel, *arguments)
+        config = LaunchConfig(grid=grid, block=threads, shmem_size=shared, is_cooperative=cooperative)
+        launch(stream, config, self._kernel, *arguments)
 
     def _allow(self, shared: int) -> None:
         """Raise the kernel's shared memory limit; a launch without this may use 48 KiB."""

@@ -1,0 +1,150 @@
+"""Any text as a panel: one checkpoint against its source, or two against each other on the same windows."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+
+from keys35.errors import PlanError, SourceError
+from keys35.files.atomic import write_json
+from keys35.files.source import ShardedSource
+from keys35.glm.config import GlmConfig
+from keys35.glm.weights import WeightStore
+from keys35.progress import Progress
+from keys35.runtime.launch import PanelResult, PanelRun, run_panels
+from keys35.runtime.panel import Panel
+from keys35.runtime.rank import choose_device
+from keys35.runtime.reference import make_reference
+
+COMPARED = ("kl", "kl_reverse", "top1", "top2", "nll")
+
+
+def text_panel(files: Sequence[Path], tokenizer: Path, rows: int, length: int) -> Panel:
+    """The first `rows` contiguous windows of `length` tokens of each text; a file's name is its domain.
+
+    Raises SourceError for an unreadable tokenizer, PlanError when a text is missing or too short for its windows.
+    """
+    encoder, windows, domains = read_tokenizer(tokenizer), [], []
+    for file in files:
+        if not file.is_file():
+            raise PlanError(f"{file}: no such text; give a plain text file to --panel")
+        ids = encoder.encode(file.read_text(encoding="utf-8"), add_special_tokens=False).ids
+        if len(ids) < rows * length:
+            raise PlanError(
+                f"{file} has {len(ids):,} tokens; {rows} windows of {length} need {rows * length:,}: "
+                f"ask for at most {len(ids) // length} rows, or shorter ones"
+            )
+        windows += [torch.tensor(ids[start : start + length]) for start in range(0, rows * length, length)]
+        domains += [file.stem] * rows
+    return Panel.of(", ".join(file.name for file in files), windows, domains)
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """A checkpoint's tokenizer; raises SourceError when it is missing or damaged."""
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library has no class of its own for this
+        raise SourceError(f"{path} cannot be read as a tokenizer ({error}); copy the source's") from error
+
+
+def score(
+    checkpoints: Sequence[Path],
+    reference: Path,
+    panel: Panel,
+    tp: int,
+    scratch: Path,
+    progress: Progress,
+    *,
+    mtp_hidden: str | None = None,
+    device: str = "auto",
+    dtype: str = "float32",
+) -> tuple[list[PanelResult], dict[str, Any]]:
+    """Every checkpoint on a panel, with the noise floor of the source, which is streamed only once.
+
+    Raises RankError, SourceError, PlanError.
+    """
+    source = ShardedSource.open(reference)
+    config = GlmConfig.from_dict(source.config, mtp_hidden=mtp_hidden)
+    place = choose_device(device, 0, 1)
+    states = scratch / f"reference-{panel.fingerprint[:12]}"
+    results: list[PanelResult] = []
+    for step in progress.walk("panel", ["reference", *(str(path) for path in checkpoints)]):
+        if step.unit == "reference":
+            store = WeightStore(source, config, device=place, dtype=getattr(torch, dtype))
+            noise = make_reference(store, panel, states).facts["noise"]
+        else:
+            run = PanelRun(panel, states, scratch / f"run-{len(results)}", dtype)
+            results += run_panels(step.unit, [run], tp, mtp_hidden=mtp_hidden, device=device)
+    return results, noise
+
+
+def describe(panel: Panel) -> dict[str, Any]:
+    """What identifies a panel: numbers of two panels are never compared."""
+    return {
+        "set": panel.name, "sha256": panel.fingerprint, "windows": len(panel.tokens), "tokens": panel.token_count,
+    }  # fmt: skip
+
+
+def validate_panel(
+    out: Path, reference: Path, panel: Panel, tp: int, scratch: Path, progress: Progress, **options: Any
+) -> dict[str, Any]:
+    """One checkpoint on a panel of any text, as KEYS35_QUALITY.json says it; also written to `scratch`/panel.json."""
+    [result], noise = score([out], reference, panel, tp, scratch, progress, **options)
+    quality = {
+        "panel": describe(panel),
+        "noise_floor": noise,
+        "metrics": result.metrics,
+        "tp": tp,
+        "ranks": [{"rank": r["rank"], "bytes_read": r["bytes_read"], **r["bytes_by_class"]} for r in result.ranks],
+        "checkpoint_bytes": ShardedSource.open(out).total_size,
+        "tp_against_one": None,
+    }
+    write_json(scratch / "panel.json", quality)
+    return quality | {"timing": {"seconds": result.seconds}}
+
+
+def compare(
+    first: Path, second: Path, reference: Path, panel: Panel, tp: int, scratch: Path, progress: Progress, **options: Any
+) -> dict[str, Any]:
+    """Two checkpoints on the same panel: what each loses, and the paired differences; `scratch`/compare.json.
+
+    A difference is second minus first; its standard error is over windows, which are drawn apart, not over tokens,
+    whose errors hang together.
+    """
+    results, noise = score([first, second], reference, panel, tp, scratch, progress, **options)
+    found = {
+        "panel": describe(panel),
+        "noise_floor": noise,
+        "checkpoints": [str(first), str(second)],
+        "bytes": [ShardedSource.open(path).total_size for path in (first, second)],
+        "metrics": [_headline(result.metrics) for result in results],
+        "differences": {name: paired(results, name) for name in COMPARED},
+        "domains": {
+            domain: {name: paired(results, name, domain) for name in ("kl", "top1")}
+            for domain in dict.fromkeys(panel.domains)
+        },
+    }
+    write_json(scratch / "compare.json", found)
+    return found
+
+
+def _headline(metrics: Mapping[str, Any]) -> dict[str, float]:
+    names = ("kl", "kl_reverse", "kl_median", "kl_p90", "kl_p99", "top1", "top2", "top5", "ppl", "ppl_reference")
+    return {name: metrics[name] for name in names}
+
+
+def _of_window(window: Mapping[str, Any], name: str) -> float:
+    return math.log(window["ppl"]) if name == "nll" else window[name]
+
+
+def paired(results: Sequence[PanelResult], name: str, domain: str | None = None) -> dict[str, float | None]:
+    """Mean over windows of second minus first, its standard error (None for one window), and their ratio."""
+    pairs = zip(*(result.metrics["per_window"] for result in results), strict=True)
+    kept = [(a, b) for a, b in pairs if domain in (None, a["domain"])]
+    apart = torch.tensor([_of_window(b, name) - _of_window(a, name) for a, b in kept], dtype=torch.double)
+    error = float(apart.std() / len(apart) ** 0.5) if len(apart) > 1 else None
+    mean = float(apart.mean())
+    return {"mean": mean, "standard_error": error, "z": mean / error if error else None}

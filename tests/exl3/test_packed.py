@@ -1,0 +1,216 @@
+"""Work on encoded matrices as they are: CUDA kernels run on the CPU, the CPU fallback, and a GPU where there is one."""
+
+import ctypes
+from pathlib import Path
+
+import pytest
+import torch
+from builders_exl3 import random_exl3
+from emulated import COMPILER, build
+from torch import Tensor
+
+from keys35.errors import EncodeError
+from keys35.exl3.codebook import CODEBOOKS, marker_tensor
+from keys35.exl3.gpu.packed import PRODUCT, Product, Reconstruction
+from keys35.exl3.linear import decode_weight
+from keys35.exl3.packed import PackedLinears
+from keys35.glm.experts import RoutedExperts
+
+emulated = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+SHARED = ctypes.c_size_t(PRODUCT.shared_bytes())
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def encoded(k: int, n: int, bits: int, codebook: str = "mul1", seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * bits + seed)
+    parts = random_exl3((k, n), bits, generator, 0.03)
+    del parts["mul1"]
+    for name, size in (("suh", k), ("svh", n)):
+        parts[name] = (parts[name].float() * (0.5 + torch.rand(size, generator=generator))).half()
+    return parts | ({} if codebook == "3inst" else {codebook: marker_tensor(codebook)})
+
+
+def decoded(parts: dict[str, Tensor], codebook: str = "mul1") -> Tensor:
+    return decode_weight(parts["trellis"], parts["suh"], parts["svh"], codebook)
+
+
+def mixed_experts(d: int, f: int, count: int, codebook: str = "mul1") -> list[dict[str, Tensor]]:
+    """Gate, up and down of experts of 2, 3, 4, 2, .. bits."""
+    shapes = [(d, f), (d, f), (f, d)]
+    return [encoded(*shape, 2 + e % 3, codebook, 3 * e + i) for e in range(count) for i, shape in enumerate(shapes)]
+
+
+def plain_experts(parts: list[dict[str, Tensor]], chosen: Tensor, weights: Tensor, x: Tensor, codebook: str) -> Tensor:
+    total = torch.zeros(x.shape, dtype=torch.double)
+    for token, ids in enumerate(chosen.tolist()):
+        for slot, expert in enumerate(ids):
+            gate, up, down = (decoded(parts[3 * expert + i], codebook).double() for i in range(3))
+            row = x[token].double()
+            total[token] += weights[token, slot].double() * ((torch.nn.functional.silu(row @ gate) * (row @ up)) @ down)
+    return total
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double().cpu() - wanted.double()).norm() / wanted.double().norm())
+
+
+def case(seed: int, tokens: int, d: int, experts: int, each: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.stack([torch.randperm(experts, generator=generator)[:each] for _ in range(tokens)]).int()
+    return chosen, torch.rand(tokens, each, generator=generator), 3 * torch.randn(tokens, d, generator=generator)
+
+
+def pointer(tensor: Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+def table(parts: list[dict[str, Tensor]]) -> Tensor:
+    return torch.tensor([
+        [*(p[name].data_ptr() for name in ("trellis", "suh", "svh")), p["trellis"].shape[0] * 16,
+         p["trellis"].shape[1] * 16, p["trellis"].shape[2] // 16] for p in parts
+    ])  # fmt: skip
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("codebook", "exact", "packed"), [("mul1", 0, 0), ("mul1", 1, 0), ("mul1", 0, 1), ("mcg", 0, 0), ("3inst", 1, 0)]
+)
+def test_the_reconstruct_kernel_on_a_cpu(codebook: str, exact: int, packed: int, tmp_path: Path) -> None:
+    """Every width in one launch, shapes and strides of their own, all written, within the output's own rounding."""
+    how = Reconstruction(bool(exact), bool(packed), narrow=not exact)
+    library = build("reconstruct.cu", "reconstruct_all", how.defines(codebook, brain=True), tmp_path)
+    widths = range(1, 9) if codebook == "mul1" and not packed else (2, 3)
+    parts = [encoded(128 * (1 + bits % 2), 128 * (2 - bits % 2), bits, codebook) for bits in widths]
+    wanted = [decoded(p, codebook) for p in parts]
+    outs = [torch.full((w.shape[0], w.shape[1] + 8), torch.nan, dtype=torch.bfloat16)[:, : w.shape[1]] for w in wanted]
+    places = torch.tensor([[out.data_ptr(), out.stride(0)] for out in outs])
+    which, rows = torch.arange(len(parts), dtype=torch.int32), table(parts)
+    shared = ctypes.c_size_t(how.shared_bytes())
+    library.emulate(2, len(parts), 512, shared, pointer(rows), pointer(which), pointer(places))
+    for out, w in zip(outs, wanted, strict=True):
+        assert error(out, w) < error(w.bfloat16(), w) * (1.1 if packed else 1.02)
+        if exact:
+            assert (out == w.bfloat16()).float().mean() > 0.998
+
+
+@emulated
+@pytest.mark.parametrize("codebook", CODEBOOKS)
+def test_the_fused_expert_kernel_on_a_cpu(codebook: str, tmp_path: Path) -> None:
+    """Two tokens, three experts each, widths mixed, more slices than one, several blocks that wait for each other."""
+    library = build("matvec.cu", "experts", PRODUCT.defines(codebook), tmp_path)
+    d, f, each = 256, 128, 3
+    parts = mixed_experts(d, f, 4, codebook)
+    chosen, weights, x = case(0, 2, d, 4, each)
+    scratch, hidden, barrier = torch.full((1 << 13,), torch.nan), torch.full((2 * each, f), torch.nan), torch.zeros(2)
+    rows, results = table(parts), []
+    for blocks in (3, 2):
+        out = torch.full((2, d), torch.nan)
+        library.emulate(
+            blocks, 1, 256, SHARED, pointer(rows), pointer(chosen), pointer(weights), 2 * each, each,
+            pointer(x), pointer(out), pointer(scratch), pointer(hidden), pointer(barrier), 128, 128,
+        )  # fmt: skip
+        results.append(out)
+    assert error(results[0], plain_experts(parts, chosen, weights, x, codebook)) < 1e-3
+    assert torch.equal(*results)  # whatever the number of blocks
+
+
+@emulated
+def test_the_product_kernel_on_a_cpu_at_every_width(tmp_path: Path) -> None:
+    library = build("matvec.cu", "matvec", Product(columns=2, unroll=2, mixed=False).defines("mul1"), tmp_path)
+    generator = torch.Generator().manual_seed(0)
+    parts = [encoded(384, 128, bits) for bits in range(1, 9)]
+    x, y = torch.randn(8, 384, generator=generator), torch.full((8, 128), torch.nan)
+    scratch, barrier = torch.full((8 * 2 * 128,), torch.nan), torch.zeros(2)
+    which, rows = torch.arange(7, -1, -1, dtype=torch.int32), table(parts)
+    library.emulate(
+        2, 1, 256, SHARED, pointer(rows), pointer(which), 8, pointer(x), pointer(y), pointer(scratch),
+        pointer(barrier), 256,
+    )  # fmt: skip
+    for row, found, index in zip(x, y, which.tolist(), strict=True):
+        assert error(found, row.double() @ decoded(parts[index]).double()) < 1e-3
+
+
+@pytest.mark.parametrize("codebook", CODEBOOKS)
+def test_the_cpu_decodes_and_multiplies_every_width(codebook: str) -> None:
+    parts = [encoded(256, 128, bits, codebook) for bits in range(1, 9)]
+    linears = PackedLinears(parts)
+    outs = [torch.full((256, 128), torch.nan) for _ in parts]
+    linears.reconstruct_into(range(8), outs)
+    x = torch.randn(8, 256, generator=torch.Generator().manual_seed(0))
+    for p, out, row, found in zip(parts, outs, x, linears.multiply(range(8), x), strict=True):
+        assert torch.equal(out, decoded(p, codebook))
+        assert error(found, row.double() @ out.double()) < 1e-6
+
+
+def test_the_cpu_runs_experts_of_mixed_widths() -> None:
+    parts = mixed_experts(256, 128, 4)
+    chosen, weights, x = case(1, 2, 256, 4, 3)
+    wanted = plain_experts(parts, chosen, weights, x, "mul1")
+    assert error(PackedLinears(parts).experts(chosen, weights, x), wanted) < 1e-6
+
+
+def test_mixed_codebooks_are_refused() -> None:
+    with pytest.raises(EncodeError, match="mix the codebooks mcg, mul1"):
+        PackedLinears([encoded(128, 128, 2), encoded(128, 128, 2, "mcg")])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_routed_experts_of_half_a_rank_are_half_of_the_shares(dtype: torch.dtype) -> None:
+    """What two ranks make of their halves are the same bits as the shares of one that has everything."""
+    parts = mixed_experts(256, 512, 4)
+    chosen, weights, x = case(2, 9, 256, 4, 3)
+    whole = RoutedExperts(parts)(x.to(dtype), chosen.long(), weights, shares=4)
+    assert error(whole.sum(0), plain_experts(parts, chosen, weights, x, "mul1")) < (
+        1e-5 if dtype == torch.float32 else 2e-2
+    )
+    for rank in range(2):
+        tiles, features = slice(16 * rank, 16 * rank + 16), slice(256 * rank, 256 * rank + 256)
+        cut = [
+            {**p, "trellis": p["trellis"][tiles], "suh": p["suh"][features]} if index % 3 == 2 else
+            {**p, "trellis": p["trellis"][:, tiles], "svh": p["svh"][features]}
+            for index, p in enumerate(parts)
+        ]  # fmt: skip
+        assert torch.equal(
+            RoutedExperts(cut)(x.to(dtype), chosen.long(), weights, shares=2), whole[2 * rank : 2 * rank + 2]
+        )
+
+
+def to_gpu(parts: list[dict[str, Tensor]]) -> PackedLinears:
+    return PackedLinears([{name: value.cuda() for name, value in p.items()} for p in parts])
+
+
+class TestGpu:
+    pytestmark = gpu
+
+    @pytest.mark.parametrize("codebook", CODEBOOKS)
+    def test_reconstruction(self, codebook: str) -> None:
+        parts = [encoded(128 * (1 + bits % 3), 256, bits, codebook) for bits in range(1, 9)]
+        linears = to_gpu(parts)
+        for dtype in (torch.bfloat16, torch.float16):
+            outs = [torch.full(shape, torch.nan, dtype=dtype, device="cuda") for shape in linears.shapes]
+            linears.reconstruct_into(range(8), outs)
+            for p, out in zip(parts, outs, strict=True):
+                w = decoded(p, codebook)
+                assert error(out, w) < (3.2e-4 if dtype == torch.float16 else 1.1 * error(w.to(dtype), w))
+
+    @pytest.mark.parametrize("codebook", CODEBOOKS)
+    def test_products(self, codebook: str) -> None:
+        parts = [encoded(1152, 256, bits, codebook) for bits in range(1, 9)]
+        x = torch.randn(8, 1152, generator=torch.Generator().manual_seed(0))
+        linears = to_gpu(parts)
+        found = linears.multiply(range(8), x.cuda())
+        assert torch.equal(found, linears.multiply(range(8), x.cuda()))
+        for p, row, y in zip(parts, x, found, strict=True):
+            assert error(y, row.double() @ decoded(p, codebook).double()) < 1e-3
+
+    @pytest.mark.parametrize("codebook", CODEBOOKS)
+    def test_experts_few_and_many_tokens(self, codebook: str) -> None:
+        parts = mixed_experts(1024, 512, 6, codebook)
+        routed = RoutedExperts([{name: value.cuda() for name, value in p.items()} for p in parts])
+        for tokens, limit in ((1, 2e-3), (3, 2e-3), (40, 2e-2)):
+            chosen, weights, x = case(tokens, tokens, 1024, 6, 4)
+            x = x.bfloat16()
+            arguments = (x.cuda(), chosen.long().cuda(), weights.cuda())
+            found = routed(*arguments)
+            assert torch.equal(found, routed(*arguments))
+            assert error(found[0], plain_experts(parts, chosen, weights, x.float(), codebook)) < limit

@@ -1,0 +1,66 @@
+"""Panels of any text: windows, pages, paired differences, and the commands that use them."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from keys35.cli import app
+from keys35.demo import MODEL
+from keys35.errors import PlanError
+from keys35.runtime.launch import PanelResult
+from keys35.stages.panels import paired, text_panel
+
+TOKENIZER = MODEL / "tokenizer.json"
+
+
+def test_a_text_becomes_contiguous_windows(tmp_path):
+    text = tmp_path / "words.txt"
+    text.write_text("One two three four five six seven eight nine ten. " * 20)
+    panel = text_panel([text], TOKENIZER, 3, 20)
+    whole = text_panel([text], TOKENIZER, 1, 60)
+    assert sum((window.tolist() for window in panel.tokens), []) == whole.tokens[0].tolist()
+    assert panel.domains == ("words",) * 3
+    with pytest.raises(PlanError, match=r"words.txt has \d+ tokens; 50 windows of 100 need 5,000"):
+        text_panel([text], TOKENIZER, 50, 100)
+
+
+def test_paired_differences_are_of_windows():
+    def result(kls):
+        windows = [{"kl": kl, "ppl": 2.0, "domain": "a"} for kl in kls]
+        return PanelResult({"per_window": windows}, (), 0.0)
+
+    found = paired([result([1.0, 2.0, 3.0]), result([1.5, 2.4, 3.6])], "kl")
+    assert found["mean"] == pytest.approx(0.5)
+    assert found["standard_error"] == pytest.approx(0.1 / 3**0.5)
+    assert found["z"] == pytest.approx(5 * 3**0.5)
+    assert paired([result([1.0]), result([1.0])], "nll") == {"mean": 0.0, "standard_error": None, "z": None}
+
+
+def command(*words: str) -> dict:
+    result = CliRunner().invoke(app, ["--json", *words], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_validate_and_compare_on_a_text(finished, tmp_path):
+    text = tmp_path / "prose.txt"
+    text.write_text("It was the best of times, it was the worst of times; we had everything before us. " * 12)
+    scratch = tmp_path / "scratch"
+    panel = ["--reference", str(finished.source), "--panel", str(text), "--rows", "3", "--len", "24", "--tp", "1",
+             "--scratch", str(scratch)]  # fmt: skip
+    quality = command("validate", str(finished.out), *panel)
+    assert quality["panel"]["windows"] == 3 and quality["metrics"]["kl"] > 0
+    page = (scratch / "panel.html").read_text()
+    assert "By window" in page and "prose" in page and page.count("<tr") > 8
+    found = command("compare", str(finished.out), str(finished.source), *panel)
+    assert found["metrics"][0]["kl"] == pytest.approx(quality["metrics"]["kl"]) and found["metrics"][1]["kl"] < 1e-9
+    assert found["differences"]["kl"]["mean"] == pytest.approx(-quality["metrics"]["kl"], rel=1e-6)
+
+
+def test_generate_and_bench_say_what_they_did(tmp_path):
+    serial = command("generate", str(MODEL), "The old house stood", "--tokens", "6")
+    drafted = command("generate", str(MODEL), "The old house stood", "--tokens", "6", "--draft")
+    assert serial["text"] == drafted["text"] and drafted["drafts"] > 0
+    [rank] = command("bench", str(MODEL), "--prompt", "20", "--tokens", "4")["ranks"]
+    assert rank["prefill_tokens_s"] > 0 and rank["decode_tokens_s"] > 0
