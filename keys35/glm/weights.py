@@ -152,9 +152,10 @@ class StoredLayer:
     def _routed_experts(self, chosen: Tensor | None) -> RoutedExperts | None:
         """Some or all of the experts, when all of their linears are encoded."""
         ids = range(self._store.config.n_routed_experts) if chosen is None else chosen.tolist()
-        names = [f"model.layers.{self._layer}.mlp.experts.{i}.{leaf}.weight" for i in ids for leaf in PROJECTIONS]
-        parts = [self._parts(self._store.rules[name]) for name in names]
-        return RoutedExperts(parts) if all("trellis" in part for part in parts) else None
+        modules = [f"model.layers.{self._layer}.mlp.experts.{i}.{leaf}" for i in ids for leaf in PROJECTIONS]
+        if not all(f"{module}.trellis" in self._store.source.tensors for module in modules):
+            return None  # known from the headers: a plain source is not read twice
+        return RoutedExperts([self._parts(self._store.rules[f"{module}.weight"]) for module in modules])
 
     def _packed_linear(self, name: str) -> PackedLinears | None:
         if name not in self._linears:
