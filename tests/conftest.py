@@ -71,11 +71,12 @@ class Alone:
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Alone:
-    """The tiny model's checkpoint as one process makes it, assembled and not validated."""
-    root = tmp_path_factory.mktemp("tiny")
-    tiny_source(root / "source")
-    make_tiny(root / "source", root, Workers(1))
+def tiny(shared: Path) -> Alone:
+    """The tiny model's checkpoint as one process makes it, assembled and not validated; tests only look at it."""
+    root = shared / "tiny"
+    with FileLock(shared / "tiny.lock"):
+        if not (root / "out").exists():
+            make_tiny(tiny_source(root / "source"), root, Workers(1))
     return Alone(root / "source", root / "work", root / "out")
 
 
