@@ -108,6 +108,7 @@ def test_every_command_has_help_with_an_example():
 def test_status_of_a_finished_job(finished):
     done = keys35("status", "--work", finished.work)
     assert done.returncode == 0 and "assemble" in done.stdout and "finished" in done.stdout
+    assert "layers calibrated: 3 of 3; experts measured: 4 of 4" in done.stdout
 
 
 def test_a_second_driver_is_refused(finished, tmp_path):
