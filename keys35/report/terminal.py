@@ -1,5 +1,6 @@
 """What the terminal shows: tables of artefacts, nothing computed here that is not in them."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -52,7 +53,7 @@ def show_plan(console: Console, plan: "Plan") -> None:
     console.print(table)
     lines = [
         ("output", f"{plan.output_bytes / 1e9:,.3f} GB, {plan.output_bytes:,} bytes of tensors in {plan.shards} "
-                   f"shards: {_runs(plan.shard_bytes)}"),
+                   f"shards: {_by_size(plan.shard_bytes)}"),
         ("work directory", f"{human_bytes(plan.work_bytes)} ({human_bytes(plan.free_bytes)} free there): "
                            + ", ".join(f"{name} {human_bytes(size)}" for name, size in plan.work_parts.items())),
         ("host memory", f"about {human_bytes(plan.host_bytes)} of data at the peak"),
@@ -84,15 +85,9 @@ def show_plan(console: Console, plan: "Plan") -> None:
         console.print(f"[bold red]`run` would refuse now:[/bold red] {escape(refusal)}", soft_wrap=True)
 
 
-def _runs(sizes: Sequence[int]) -> str:
-    """Shards of one size together: "2-4 1.2 GiB". With widths per expert a layer has its size on average only."""
-    runs: list[list[int]] = []
-    for number, size in enumerate(sizes, 1):
-        if runs and runs[-1][2] == size:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number, size])
-    return ", ".join(f"{a}{f'-{b}' if b > a else ''} {human_bytes(size)}" for a, b, size in runs)
+def _by_size(sizes: Sequence[int]) -> str:
+    """How many shards have which size; each one's bytes are in the JSON result, at the mean width of its layer."""
+    return ", ".join(f"{number} of {human_bytes(size)}" for size, number in sorted(Counter(sizes).items(), reverse=True))
 
 
 def show_allocation(console: Console, allocation: dict) -> None:
