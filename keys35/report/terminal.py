@@ -87,7 +87,8 @@ def show_plan(console: Console, plan: "Plan") -> None:
 
 def _by_size(sizes: Sequence[int]) -> str:
     """How many shards have which size; each one's bytes are in the JSON result, at the mean width of its layer."""
-    return ", ".join(f"{number} of {human_bytes(size)}" for size, number in sorted(Counter(sizes).items(), reverse=True))
+    sizes_falling = sorted(Counter(sizes).items(), reverse=True)
+    return ", ".join(f"{number} of {human_bytes(size)}" for size, number in sizes_falling)
 
 
 def show_allocation(console: Console, allocation: dict) -> None:
