@@ -6,6 +6,7 @@ import pytest
 
 from keys35.errors import EncodeError
 from keys35.exl3.gpu.compile import Cubin, cached_cubin, compile_source, compiler
+from keys35.exl3.gpu.packed import BFLOAT16, PRODUCT
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "sm_121")
 
@@ -25,7 +26,11 @@ def sources(arch: str) -> list[tuple[str, str, dict[str, int]]]:
     widths = (2, 3, 4, 5, 8) if arch == "sm_90" else (3,)
     fast = [("viterbi.cu", arch, {"BITS": bits, "THREADS": 256}) for bits in widths]
     half = ("viterbi_any.cu", arch, {"WHOLE": 2, "HALF": 1, "THREADS": 512})
-    return [*fast, half, ("rotate.cu", arch, {})]
+    packed = [
+        ("reconstruct.cu", arch, dict(BFLOAT16.defines("mul1", brain=True))),
+        ("matvec.cu", arch, dict(PRODUCT.defines("mul1"))),
+    ]
+    return [*fast, half, ("rotate.cu", arch, {}), *(packed if arch in ("sm_80", "sm_90", "sm_121") else [])]
 
 
 def test_all_architectures_compile_without_spills(capsys: pytest.CaptureFixture) -> None:
