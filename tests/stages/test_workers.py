@@ -1,5 +1,6 @@
 """The same bytes from this process, from local workers and from a Ray cluster, whoever is killed on the way."""
 
+import json
 import os
 import random
 import signal
@@ -13,7 +14,6 @@ from tiny import EXPERTS, begun, make_tiny
 
 from keys35.demo import MODEL
 from keys35.engine import pool as engine
-from keys35.engine.local import LocalCrew
 from keys35.progress import Progress, Tick
 from keys35.recipe import load_recipe
 from keys35.stages.allocate import allocate
@@ -37,9 +37,10 @@ def test_two_workers_make_the_same_bytes_and_show_themselves(tiny, tmp_path: Pat
 @pytest.mark.slow
 def test_keeping_errors_only_makes_the_same_bytes_from_less(tiny, tmp_path: Path) -> None:
     assert make_tiny(tiny.source, tmp_path, Workers(1), keep="errors") == digest(tiny.out)
-    encoded = [sum(path.stat().st_size for path in (root / "experts").rglob("*.safetensors"))
-               for root in (tiny.work, tmp_path / "work")]
-    assert encoded[1] < 0.8 * encoded[0]
+    chosen = json.loads((tmp_path / "work/allocation.json").read_text())["sets"]["allocation"]["widths"]
+    for layer, widths in enumerate(chosen, 1):  # one expert per unit; 4 is the width that weighs the layers
+        held = {f"{expert:04d}-k{width}" for expert, chosen in enumerate(widths) for width in {chosen, 4}}
+        assert {path.stem for path in (tmp_path / f"work/experts/layer-{layer:03d}").iterdir()} == held
     assert not list((tmp_path / "work/rows").iterdir()) and len(list((tmp_path / "work/states").iterdir())) == 1
 
 
@@ -50,19 +51,20 @@ def test_four_workers_make_the_same_bytes(tiny, tmp_path: Path) -> None:
 
 @contextmanager
 def killing(monkeypatch: pytest.MonkeyPatch, kills: int, chance: random.Random) -> Iterator[set[int]]:
-    """Kill a random worker every now and then, up to so many times."""
+    """Kill a random worker every now and then, up to so many times, most of them in the middle of a unit."""
     killed: set[int] = set()
-    listen = LocalCrew.listen
+    finished = engine.Pool.finished
 
-    def listen_and_kill(self: LocalCrew, timeout: float):
-        events = listen(self, min(timeout, chance.uniform(0.05, 3.0)))
-        victim = self.pid(chance.randrange(self.size))
-        if not events and len(killed) < kills and victim not in killed | {None}:
+    def finish_and_kill(self: engine.Pool, timeout: float = 1.0) -> list[str]:
+        ended = finished(self, min(timeout, chance.uniform(0.05, 1.0)))
+        number = chance.randrange(self.size)
+        victim, busy = self._crew.pid(number), self.workers()[number].unit is not None
+        if len(killed) < kills and victim not in killed | {None} and (busy or chance.random() < 0.05):
             os.kill(victim, signal.SIGKILL)
             killed.add(victim)
-        return events
+        return ended
 
-    monkeypatch.setattr(LocalCrew, "listen", listen_and_kill)
+    monkeypatch.setattr(engine.Pool, "finished", finish_and_kill)
     monkeypatch.setattr(engine, "STARTS_IN_VAIN", kills + 1)
     monkeypatch.setattr(engine, "DEATHS_PER_TASK", kills + 1)
     yield killed
