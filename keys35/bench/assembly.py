@@ -39,7 +39,6 @@ from keys35.stages.units import dense_file, dense_unit, expert_units
 RECIPE = "glm-5.3-2.75bpw"
 WIDTHS = (2, 3)
 RANDOM = torch.randint(-(1 << 15), 1 << 15, (1 << 26,), dtype=torch.int16, generator=torch.Generator().manual_seed(35))
-ROUNDS = 3
 
 
 def open_stand_in(root: Path) -> tuple[Job, Pieces]:
@@ -115,11 +114,13 @@ def copy(source: Path, target: Path) -> int:
     return total
 
 
-def assemble_and_copy(job: Job, pieces: Pieces, out: Path, layers: list[int]) -> Iterator[dict[str, float]]:
+def assemble_and_copy(
+    job: Job, pieces: Pieces, out: Path, layers: list[int], rounds: int
+) -> Iterator[dict[str, float]]:
     """Bytes and seconds of assembling these layers' shards, and of copying them, once per round."""
     shards = shards_of(job)
     named = {name: shards[name] for name in shards if shards[name][0].layer in layers}
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         shutil.rmtree(out, ignore_errors=True)
         shutil.rmtree(job.work.path("receipts", "assemble"), ignore_errors=True)
         drop_cache(job.work.root)
@@ -163,6 +164,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("directory", type=Path, help="an empty folder on the disk to be measured")
     parser.add_argument("--layers", type=int, default=2, help="MoE layers with real contents, 11 GB each")
+    parser.add_argument("--rounds", type=int, default=3, help="times that both are measured")
     parser.add_argument("--all", action="store_true", help="then write all 81 shards, the other pieces being holes")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     options = parser.parse_args()
@@ -172,12 +174,13 @@ def main() -> None:
     for layer in real:
         write_pieces(job, layer, real=True)
     figures = {
-        "command": f"python -m keys35.bench.assembly DIR --layers {options.layers}{' --all' * options.all}",
+        "command": f"python -m keys35.bench.assembly DIR --layers {options.layers} --rounds {options.rounds}"
+                   f"{' --all' * options.all}",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {"keys35": __version__, "python": platform.python_version()},
         "machine": machine(),
         "shards_at_once": min(SHARDS_AT_ONCE, os.cpu_count() or 1),
-        "rounds": list(assemble_and_copy(job, pieces, root / "out", real)),
+        "rounds": list(assemble_and_copy(job, pieces, root / "out", real, options.rounds)),
     }
     if options.all:
         for layer in set(job.config.layers) - set(real):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from keys35.errors import ResumeError
-from keys35.files.atomic import PARTIAL, Saved, read_json, sha256_file, write_json
+from keys35.files.atomic import FULL, PARTIAL, Saved, read_json, sha256_file, write_json
 
 LOG = logging.getLogger(__name__)
 SCHEMA = 1
@@ -142,10 +142,16 @@ class Workdir:
     def log(self, event: str, **fields: Any) -> None:
         """Append one JSON line with the UTC time to the directory's log."""
         line = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **fields}
-        with open(self.root / LOG_FILE, "ab+") as file:
-            if file.seek(0, os.SEEK_END) and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
-                file.write(b"\n")  # a kill cut the last line short: do not write onto it
-            file.write((json.dumps(line) + "\n").encode())
+        try:
+            with open(self.root / LOG_FILE, "ab+") as file:
+                if file.seek(0, os.SEEK_END) and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
+                    file.write(b"\n")  # a kill cut the last line short: do not write onto it
+                file.write((json.dumps(line) + "\n").encode())
+        except OSError as error:
+            if error.errno in FULL:
+                raise ResumeError(f"{self.root}: disk full, not even the log can grow; free space and run the same "
+                                  "command again, finished work is kept") from error
+            raise
 
     def events(self) -> list[dict[str, Any]]:
         """All lines of the log, except those that a kill cut short."""

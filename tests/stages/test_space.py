@@ -67,7 +67,7 @@ def test_a_small_disk_really_filled(tiny, tmp_path: Path, monkeypatch) -> None:
     """A tmpfs too small for the job, the checks before it switched off; then it grows and the job goes on."""
     mount = tmp_path / "disk"
     mount.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "none", mount], capture_output=True).returncode:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", mount], capture_output=True).returncode:
         pytest.skip("mounting needs privileges")
     try:
         with monkeypatch.context() as patch, open_job(tiny.source, tiny_recipe(), mount / "work") as job:
