@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from small import digest, recipe_file
-from tiny import begun, tiny_recipe, tiny_source
+from tiny import CUT_IN_FOUR, begun, tiny_recipe, tiny_source
 
 KILLS, WORKERS = 20, 2
 
@@ -24,7 +24,7 @@ def command(source: Path, root: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_more_shards_than_handles(tmp_path: Path) -> None:
-    source = tiny_source(tmp_path / "source", shards=90)
+    source = tiny_source(tmp_path / "source", shards=90, **CUT_IN_FOUR)
     line = ["bash", "-c", 'ulimit -n 64 && exec "$@"', "bash", *command(source, tmp_path)]
     done = subprocess.run(line, capture_output=True, text=True, env=os.environ | {"NO_COLOR": "1"})
     assert done.returncode == 0, done.stderr
@@ -49,7 +49,7 @@ def kill_at_random(line: list[str], chance: random.Random, longest: float, kills
 @pytest.mark.slow
 def test_killed_at_twenty_random_moments(tmp_path: Path) -> None:
     """kill -9 of the driver with its workers; every resume goes on, and repeats less than a unit per process."""
-    source, chance = tiny_source(tmp_path / "source"), random.Random(35)
+    source, chance = tiny_source(tmp_path / "source", **CUT_IN_FOUR), random.Random(35)
     (tmp_path / "whole").mkdir()
     started = time.monotonic()
     assert subprocess.run(command(source, tmp_path / "whole"), stdout=subprocess.DEVNULL).returncode == 0

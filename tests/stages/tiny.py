@@ -29,9 +29,16 @@ TINY = GLM_5_3 | {
 }  # fmt: skip
 
 
-def tiny_source(root: Path, shards: int = 14) -> Path:
+CUT_IN_FOUR = {
+    "intermediate_size": 512, "moe_intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8,
+    "index_n_heads": 4,
+}  # fmt: skip
+"""The widths that `check` insists on: whole blocks of 128 on each of four ranks."""
+
+
+def tiny_source(root: Path, shards: int = 14, **changes: object) -> Path:
     """A dense layer, two MoE layers and the MTP layer, a layer over several shards, with the demo's tokenizer."""
-    random_source(root, TINY, shards)
+    random_source(root, TINY | changes, shards)
     (root / "tokenizer.json").write_bytes((MODEL / "tokenizer.json").read_bytes())
     return root
 
