@@ -48,14 +48,17 @@ def test_windows_agree_with_transformers_on_the_decoded_weights(decoded, packed,
 
 
 @pytest.mark.slow
-def test_a_cached_window_of_4096_chooses_what_a_whole_one_chooses(packed):
-    """Latents and index keys from the cache, 128 of 4,096 keys chosen, layers that share a choice."""
+def test_a_cached_window_chooses_what_a_whole_one_chooses(packed):
+    """Latents and index keys from the cache, 128 of 512 keys chosen, layers that share a choice.
+
+    Not longer: beyond the lengths it was trained on, the demo model's indexer gives hundreds of keys a score of
+    exactly 0 at the threshold (137 of 1,025), and which of them torch.topk takes depends on the shape it sees.
+    """
     store = WeightStore(packed, demo_config())
-    tokens = torch.cat([demo_windows("eval-prose.txt", 1, 2048)[0], demo_windows("eval-code.txt", 1, 2068)[0]])
+    [tokens] = demo_windows("eval-prose.txt", 1, 522)
     decoder = Decoder(store, Ranks())
     caches = decoder.caches()
-    decoder.states(tokens[:4096].tolist(), caches)
-    stepped = torch.cat([decoder.states([token], caches) for token in tokens[4096:].tolist()])
-    whole = trunk(store, embed(store, [tokens]))[0][4096:]
-    same = decoder.head(stepped).argmax(-1) == decoder.head(whole).argmax(-1)
-    assert same.float().mean() >= 0.95
+    decoder.states(tokens[:512].tolist(), caches)
+    stepped = torch.cat([decoder.states([token], caches) for token in tokens[512:].tolist()])
+    whole = trunk(store, embed(store, [tokens]))[0][512:]
+    assert (decoder.head(stepped) - decoder.head(whole)).abs().max() < 1e-3
