@@ -1,18 +1,21 @@
 """Widths for whole experts under an exact bit budget, and the baselines to beat. Pure functions of numbers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 import numpy as np
 
 from keys35.errors import BudgetError
 
+ROUNDS, RISE = 100, 1.05
 
-def exact_allocation(costs: np.ndarray, widths: Sequence[int], mean_bits: Fraction) -> np.ndarray:
-    """The cheapest width per expert whose mean is exactly `mean_bits`: a dynamic programme over whole bits.
 
-    costs: (N, len(widths)) float64, any non-negative unit. Returns (N,) int64 widths. O(N * budget) time;
-    19,200 experts at 2.75 from {2, 3, 4} take seconds. Ties go to the narrower width. Raises BudgetError.
+def exact_allocation(costs: np.ndarray, widths: Sequence[float], mean_bits: Fraction) -> np.ndarray:
+    """The cheapest width per expert whose mean is exactly `mean_bits`: a dynamic programme over the budget.
+
+    costs: (N, len(widths)) float64, any non-negative unit. Returns (N,) widths, int64, or float64 where half rates
+    are among them. O(N * budget) time; 19,200 experts at 2.75 from {2, 3, 4} take seconds. Ties go to the narrower
+    width. Raises BudgetError.
     """
     count, extras, spare = _budget(costs, widths, mean_bits)
     best = np.full(spare + 1, np.inf)
@@ -34,22 +37,25 @@ def exact_allocation(costs: np.ndarray, widths: Sequence[int], mean_bits: Fracti
     return np.asarray(widths)[picked]
 
 
-def _budget(costs: np.ndarray, widths: Sequence[int], mean_bits: Fraction) -> tuple[int, list[int], int]:
+def _budget(costs: np.ndarray, widths: Sequence[float], mean_bits: Fraction) -> tuple[int, list[int], int]:
+    """Number of experts, and in steps (bits, or half bits) each width's excess over the narrowest and their sum."""
     count = costs.shape[0]
     if not np.isfinite(costs).all() or (costs < 0).any():
         rows = np.flatnonzero(~np.isfinite(costs).all(axis=1) | (costs < 0).any(axis=1))
         raise BudgetError(f"costs of experts {rows[:8].tolist()} are negative or not finite: measure again")
-    require_exact(mean_bits, count)
-    spare = int(mean_bits * count) - widths[0] * count
-    if not 0 <= spare <= (widths[-1] - widths[0]) * count:
+    steps = 1 if all(width == int(width) for width in widths) else 2  # a bit in steps
+    require_exact(mean_bits, count, steps=steps)
+    extras = [int((width - widths[0]) * steps) for width in widths]
+    spare = int((mean_bits - Fraction(widths[0])) * count * steps)
+    if not 0 <= spare <= extras[-1] * count:
         raise BudgetError(f"a mean of {mean_bits} bits lies outside the widths {list(widths)}")
-    return count, [width - widths[0] for width in widths], spare
+    return count, extras, spare
 
 
-def require_exact(mean_bits: Fraction, count: int, what: str = "experts") -> None:
-    """Refuse (BudgetError) a mean that `count` whole widths cannot have, and name the nearest ones they can."""
+def require_exact(mean_bits: Fraction, count: int, what: str = "experts", steps: int = 1) -> None:
+    """Refuse (BudgetError) a mean that `count` widths cannot have, and name the nearest whole ones they can."""
     total = mean_bits * count
-    if total.denominator != 1:
+    if (total * steps).denominator != 1:
         below, above = int(total), int(total) + 1
         raise BudgetError(
             f"{count} {what} cannot have a mean of exactly {mean_bits} bits: {mean_bits} x {count} is no whole number. "
@@ -58,19 +64,19 @@ def require_exact(mean_bits: Fraction, count: int, what: str = "experts") -> Non
         )
 
 
-def one_width_per_layer(costs: Sequence[np.ndarray], widths: Sequence[int], mean_bits: Fraction) -> list[np.ndarray]:
+def one_width_per_layer(costs: Sequence[np.ndarray], widths: Sequence[float], mean_bits: Fraction) -> list[np.ndarray]:
     """The exact allocation with one width in every layer: the mean over the layers is exact (they have one size)."""
     require_exact(mean_bits, len(costs), "layers of one width")
     picked = exact_allocation(np.stack([layer.sum(axis=0) for layer in costs]), widths, mean_bits)
-    return [np.full(len(layer), width, dtype=np.int64) for layer, width in zip(costs, picked, strict=True)]
+    return [np.full(len(layer), width) for layer, width in zip(costs, picked, strict=True)]
 
 
-def per_layer(costs: Sequence[np.ndarray], widths: Sequence[int], mean_bits: Fraction) -> list[np.ndarray]:
+def per_layer(costs: Sequence[np.ndarray], widths: Sequence[float], mean_bits: Fraction) -> list[np.ndarray]:
     """The exact allocation with the same mean in every layer; costs[l] is (experts, widths)."""
     return [exact_allocation(layer, widths, mean_bits) for layer in costs]
 
 
-def whole_model(costs: Sequence[np.ndarray], widths: Sequence[int], mean_bits: Fraction) -> list[np.ndarray]:
+def whole_model(costs: Sequence[np.ndarray], widths: Sequence[float], mean_bits: Fraction) -> list[np.ndarray]:
     """The exact allocation over all layers at once; layers may get different means."""
     picked = exact_allocation(np.concatenate(costs), widths, mean_bits)
     return np.split(picked, np.cumsum([len(layer) for layer in costs])[:-1])
@@ -100,13 +106,52 @@ def random_layers(sizes: Sequence[int], mean_bits: Fraction, seed: int) -> list[
     return [np.full(size, width[0], dtype=np.int64) for size, width in zip(sizes, picked, strict=True)]
 
 
-def bit_counts(widths: Sequence[np.ndarray]) -> dict[int, int]:
+def plain_width(width: float) -> int | float:
+    """A width as files and JSON name it: 3, not 3.0; 2.5."""
+    return int(width) if width == int(width) else float(width)
+
+
+def fair_allocation(
+    solve: Callable[[list[np.ndarray]], list[np.ndarray]],
+    costs: Sequence[np.ndarray],
+    widths: Sequence[float],
+    typical: np.ndarray,
+    fairness: float,
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """The cheapest widths at which every domain gains at least `fairness` of the mean gain over a random mix.
+
+    costs[l]: (experts, widths, domains), predicted nats of each domain, already times its share. typical: (domains,),
+    a random mix's cost. `solve` takes (experts, widths) costs. While a domain gains too little, its weight rises by a
+    twentieth; after ROUNDS of that the fairest found is taken. Returns the widths and the domains' weights.
+    """
+    weights, best = np.ones(len(typical)), None
+    for _ in range(ROUNDS):
+        chosen = solve([layer @ weights for layer in costs])
+        price = sum(_price(layer, picked, widths) for layer, picked in zip(costs, chosen, strict=True))
+        gain = 1 - price / typical
+        missing = fairness * (1 - price.sum() / typical.sum()) - gain.min()
+        if best is None or missing < best[0]:
+            best = (missing, chosen, weights)
+        if missing <= 0:
+            break
+        weights = weights * np.where(np.arange(len(gain)) == gain.argmin(), RISE, 1.0)
+        weights = weights / weights.mean()
+    return best[1], best[2]
+
+
+def _price(costs: np.ndarray, picked: np.ndarray, widths: Sequence[float]) -> np.ndarray:
+    """What the picked widths cost in each domain."""
+    columns = [list(widths).index(width) for width in picked]
+    return costs[np.arange(len(picked)), columns].sum(axis=0)
+
+
+def bit_counts(widths: Sequence[np.ndarray]) -> dict[int | float, int]:
     """Experts per width, narrowest first."""
     values, counts = np.unique(np.concatenate(widths), return_counts=True)
-    return {int(v): int(c) for v, c in zip(values, counts, strict=True)}
+    return {plain_width(v): int(c) for v, c in zip(values, counts, strict=True)}
 
 
 def mean_width(widths: Sequence[np.ndarray]) -> Fraction:
     """The exact mean bits per weight (experts of a model have one size)."""
     flat = np.concatenate(widths)
-    return Fraction(int(flat.sum()), len(flat))
+    return Fraction(float(flat.sum())) / len(flat)

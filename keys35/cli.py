@@ -353,6 +353,36 @@ def demo(
 
 
 @app.command()
+def ablate(
+    source: Source,
+    recipe: RecipeName,
+    work: Work,
+    variants: Annotated[Path | None, typer.Option(help="TOML list of variants; without it the shipped one")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="a variant or a group; may be given several times")] = None,
+    finished: Annotated[bool, typer.Option("--finished", help="only what WORK has rows of; runs nothing")] = False,
+    table: Annotated[Path | None, typer.Option(help="also write Markdown to this file, and JSON beside it")] = None,
+) -> None:
+    """Score variants of a recipe on its held-out panel: what each choice is worth on this model.
+
+    Example: keys35 ablate keys35/demo/model --recipe demo --work W
+    """
+    from keys35.files.atomic import write_bytes, write_json
+    from keys35.recipe import load_recipe
+    from keys35.stages.ablate import ablate as run_ablate
+    from keys35.stages.ablate import load_variants
+    from keys35.stages.ablate import table as as_table
+
+    chosen = load_variants(variants, only or ())
+    with voice.progress() as progress:
+        result = run_ablate(source, load_recipe(recipe), chosen, work, progress, finished)
+    text = as_table(result)
+    if table:
+        write_bytes(table, text.encode())
+        write_json(table.with_suffix(".json"), result)
+    voice.result(result, lambda _, __: voice.say(text))
+
+
+@app.command()
 def report(
     path: Annotated[Path, typer.Argument(help="work directory or finished checkpoint")],
     work: Annotated[Path | None, typer.Option("--work", help="also store its time and machines in OUT")] = None,

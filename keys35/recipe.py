@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from keys35.errors import RecipeError
 
 INTEGER_WIDTHS = frozenset(range(1, 9))
+EXPERT_WIDTHS = INTEGER_WIDTHS | {1.5, 2.5, 3.5}
 PLAIN_BITS = 16  # what a config calls a tensor that is not encoded
 
 
@@ -29,16 +30,22 @@ class Origin(_Section):
 class Experts(_Section):
     """Routed experts: candidate widths and the mean to hit exactly, in bits per weight."""
 
-    widths: tuple[int, ...] = Field((2, 3, 4), description="candidate widths, whole bits from 1 to 8, rising")
+    widths: tuple[int | float, ...] = Field(
+        (2, 3, 4), description="candidate widths, rising: 1 to 8, and the half rates 1.5, 2.5, 3.5 where readers allow"
+    )
     bits: float | str = Field(2.75, description='the exact mean: a decimal, or a fraction in quotes ("206/75")')
     scope: Literal["model", "layer"] = Field("model", description="where the mean holds: over all layers, or in each")
+    fairness: float = Field(
+        0.75, ge=0, le=1, description="share of the mean gain over a random mix that every domain must get; 0: none"
+    )
     group: int = Field(8, ge=1, description="experts per unit of work")
 
     @field_validator("widths")
     @classmethod
-    def _legal_widths(cls, widths: tuple[int, ...]) -> tuple[int, ...]:
-        if not widths or any(w not in INTEGER_WIDTHS for w in widths):
-            raise ValueError(f"widths must be whole bits from 1 to 8, found {list(widths)}")
+    def _legal_widths(cls, widths: tuple[int | float, ...]) -> tuple[int | float, ...]:
+        if not widths or any(w not in EXPERT_WIDTHS for w in widths):
+            raise ValueError(f"widths must be whole bits from 1 to 8, or 1.5, 2.5, 3.5, found {list(widths)}")
+        widths = tuple(int(w) if w == int(w) else w for w in widths)  # 3.0 and 3 are one width, with one file name
         if list(widths) != sorted(set(widths)):
             raise ValueError(f"widths must rise without repeats, found {list(widths)}")
         return widths
@@ -90,6 +97,7 @@ class Calibration(_Section):
     """Which text is read, how much of it, and what the encoder minimises on it."""
 
     set: str = Field("standard", description="a set of calibration/, or the path of one")
+    domains: tuple[str, ...] = Field((), description="the set's domains to read; empty: all of them")
     window: int = Field(2048, ge=16, description="tokens per window")
     fit_windows: int = Field(224, ge=1, description="windows that shape the Hessians")
     selection_windows: int = Field(48, ge=1, description="held-out windows that the error is measured on")
@@ -116,6 +124,12 @@ class Encoder(_Section):
     sigma_reg: float = Field(0.025, gt=0, lt=1, description="damping, as a share of the Hessian's mean diagonal")
     low_memory: bool = Field(False, description="a GPU encodes and carries less at a time: under 24 GiB for GLM-5.3")
     refit_rounds: int = Field(1, ge=0, le=8, description="times the scales are fitted again after the search")
+    scales: Literal["tuned", "rms"] = Field(
+        "tuned", description="how far rows and columns are evened out first: as measured best, or fully, as peers do"
+    )
+    metric: Literal["scaled", "signs"] = Field(
+        "scaled", description="whether the rounding's Hessian knows the row scales, or only the signs"
+    )
 
 
 class Output(_Section):

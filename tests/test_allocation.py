@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keys35.allocation import bit_counts, exact_allocation, mean_width, per_layer, random_mix, whole_model
+from keys35.allocation import (
+    bit_counts,
+    exact_allocation,
+    fair_allocation,
+    mean_width,
+    per_layer,
+    random_mix,
+    whole_model,
+)
 from keys35.errors import BudgetError
 
 
@@ -78,3 +86,52 @@ def test_random_mixes_are_exact_and_differ():
     mixes = [random_mix([8, 8, 8], Fraction(11, 4), seed) for seed in range(5)]
     assert all(bit_counts(mix) == {2: 6, 3: 18} for mix in mixes)
     assert len({tuple(np.concatenate(mix)) for mix in mixes}) == 5
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(*[st.floats(0, 1e3)] * 4), min_size=1, max_size=5), st.data())
+def test_half_rates_are_as_exact_as_whole_ones(costs, data):
+    costs, widths = np.array(costs), (1.5, 2, 2.5, 4)
+    mixes = list(product(range(4), repeat=len(costs)))
+    wanted = data.draw(st.sampled_from(sorted({sum(widths[i] for i in mix) for mix in mixes})))
+    chosen = exact_allocation(costs, widths, Fraction(wanted) / len(costs))
+    assert mean_width([chosen]) == Fraction(wanted) / len(costs)
+    price = sum(row[widths.index(w)] for row, w in zip(costs, chosen, strict=True))
+    best = min(sum(row[i] for row, i in zip(costs, mix, strict=True)) for mix in mixes
+               if sum(widths[i] for i in mix) == wanted)
+    assert price == pytest.approx(best)
+
+
+def test_half_rates_beat_the_whole_ones_around_them():
+    """Two experts at 2.5 cost less than one at 2 and one at 3: the distortion is convex in the width."""
+    costs = np.tile([0.0677, 0.0345, 0.0171], (8, 1))
+    chosen = exact_allocation(costs, (2, 2.5, 3), Fraction(11, 4))
+    assert bit_counts([chosen]) == {2.5: 4, 3: 4}
+    assert [type(width) for width in bit_counts([chosen])] == [float, int]
+
+
+def test_a_mean_that_half_rates_cannot_have_is_refused():
+    with pytest.raises(BudgetError, match="3 experts cannot have a mean of exactly 11/4"):
+        exact_allocation(np.ones((3, 3)), (2, 2.5, 3), Fraction(11, 4))
+
+
+def test_no_domain_is_left_behind():
+    """Cheapest on the mean starves the quiet domain; with fairness it gains its share, at the same bits."""
+    rng = np.random.default_rng(3)
+    error = np.array([0.0677, 0.0171])
+    loud, quiet = np.exp(rng.normal(size=(2, 64)))
+    costs = [np.stack([10 * loud, quiet], 1)[:, None, :] * error[None, :, None]]
+    typical = 0.25 * costs[0][:, 0].sum(0) + 0.75 * costs[0][:, 1].sum(0)
+
+    def gains(fairness):
+        chosen, weights = fair_allocation(
+            lambda layers: whole_model(layers, (2, 3), Fraction(11, 4)), costs, (2, 3), typical, fairness
+        )
+        assert mean_width(chosen) == Fraction(11, 4)
+        price = costs[0][np.arange(64), np.array(chosen[0]) - 2].sum(0)
+        return 1 - price / typical, 1 - price.sum() / typical.sum(), weights
+
+    by_domain, mean, weights = gains(0)
+    assert by_domain.min() < 0.75 * mean and weights.tolist() == [1, 1]
+    by_domain, mean, weights = gains(0.75)
+    assert by_domain.min() >= 0.75 * mean > 0 and weights[1] > 1 > weights[0]

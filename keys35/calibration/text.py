@@ -4,8 +4,8 @@ import hashlib
 import importlib.util
 import json
 import tomllib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 
@@ -13,16 +13,22 @@ from keys35.errors import RecipeError
 from keys35.recipe import resource_dir
 
 CHUNK_CHARACTERS = 8000
+PARTS = ("all", "calibration", "report")
+REPORT_SHARE = 8  # one document in eight is the report's, in a set that keeps a part of its files for it
 
 
 @dataclass(frozen=True)
 class Domain:
-    """One kind of text: its share of the windows, its files and how they fall into documents."""
+    """One kind of text: its share of the windows, its files and how they fall into documents.
+
+    part: "all" documents, or those of one side of a split by document: "calibration" (seven of eight) or "report".
+    """
 
     name: str
     share: float
     files: tuple[Path, ...]
     documents: str
+    part: str = "all"
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,14 @@ class TextSet:
     version: int
     domains: tuple[Domain, ...]
     digest: str
+
+    def only(self, names: Sequence[str]) -> "TextSet":
+        """The set with some of its domains, or with all for no names; raises RecipeError for a name it lacks."""
+        missing = sorted(set(names) - {domain.name for domain in self.domains})
+        if missing:
+            has = ", ".join(domain.name for domain in self.domains)
+            raise RecipeError(f"calibration set '{self.name}' has no domain {', '.join(missing)}: it has {has}")
+        return replace(self, domains=tuple(d for d in self.domains if not names or d.name in names))
 
 
 def load_text_set(name: str) -> TextSet:
@@ -54,11 +68,17 @@ def load_text_set(name: str) -> TextSet:
 
 
 def documents(domain: Domain) -> Iterator[str]:
-    """The domain's documents in file order, none of them blank."""
+    """The domain's documents in file order, none of them blank, and only those of its part."""
     for file in domain.files:
         text = file.read_text(encoding="utf-8")
         parts = _json_lines(text, file) if file.suffix == ".jsonl" else _cut(text, domain.documents)
-        yield from (part for part in parts if part.strip())
+        yield from (part for part in parts if part.strip() and _belongs(part, domain.part))
+
+
+def _belongs(document: str, part: str) -> bool:
+    """A document is on the same side of the split wherever it turns up."""
+    held_back = hashlib.sha256(document.strip().encode()).digest()[1] % REPORT_SHARE == 0
+    return part == "all" or held_back == (part == "report")
 
 
 def _find_set(name: str) -> Path:
@@ -71,13 +91,16 @@ def _find_set(name: str) -> Path:
 
 
 def _domain(entry: dict, base: Path) -> Domain:
-    unknown = set(entry) - {"name", "share", "files", "documents"}
+    unknown = set(entry) - {"name", "share", "files", "documents", "part"}
     if unknown:
         raise ValueError(f"unknown key {sorted(unknown)} in a [[domain]]")
+    part = entry.get("part", "all")
+    if part not in PARTS:
+        raise ValueError(f"domain {entry['name']}: part must be one of {', '.join(PARTS)}, found {part!r}")
     share = float(entry["share"])
     if not share > 0:
         raise ValueError(f"domain {entry['name']}: share must be above 0")
-    return Domain(entry["name"], share, tuple(_locate(f, base) for f in entry["files"]), entry["documents"])
+    return Domain(entry["name"], share, tuple(_locate(f, base) for f in entry["files"]), entry["documents"], part)
 
 
 def _locate(reference: str, base: Path) -> Path:

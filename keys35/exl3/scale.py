@@ -78,6 +78,10 @@ class ScalePowers:
     inputs: float = 0.12
 
 
+FULL_POWERS = ScalePowers(columns=1.0, rows=1.0, inputs=0.0)
+"""Every column and row brought to one size, as the reference quantizer does."""
+
+
 def regularise(
     weight: Tensor, signs_in: Tensor, signs_out: Tensor, input_power: Tensor | None, powers: ScalePowers
 ) -> Regularised:

@@ -8,7 +8,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from keys35.calibration.text import load_text_set
 from keys35.files.atomic import read_json
 from keys35.files.ledger import BEGUN, Workdir
 
@@ -31,8 +30,7 @@ def measurements(work: Workdir) -> dict[str, Any]:
     """Rows, cost, and proxy error of every expert measured so far, the sets of widths, and the baselines' scores.
 
     cost[e][w] is the predicted nats of final KL of expert e at candidate width w, as the allocation used it; absent
-    until the layer weights are measured. Holds no times or paths: the same job gives the same value. Raises
-    RecipeError if the calibration set that weighs the domains is gone or has changed its shares' names.
+    until the layer weights are measured. Holds no times or paths: the same job gives the same value.
     """
     layers: dict[str, dict[str, Any]] = {}
     weights = _domain_weights(work)
@@ -83,9 +81,8 @@ def _domain_weights(work: Workdir) -> dict[str, list[float]]:
     receipt = work.receipt("measure/sensitivity")
     if receipt is None:
         return {}
-    domains = load_text_set(work.job["recipe"]["calibration"]["set"]).domains
-    total = sum(domain.share for domain in domains)
-    return {layer: [domain.share / total * a for domain, a in zip(domains, alpha, strict=True)]
+    shares = receipt["data"]["shares"]
+    return {layer: [share / sum(shares) * a for share, a in zip(shares, alpha, strict=True)]
             for layer, alpha in receipt["data"]["alpha"].items()}
 
 

@@ -9,6 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from keys35 import __version__
+from keys35.allocation import plain_width
 from keys35.errors import PlanError
 from keys35.exl3.codebook import MARKERS
 from keys35.files.atomic import PARTIAL, read_pieces, require_space, sha256_file, write_bytes, write_json
@@ -177,14 +178,14 @@ def _tensor_storage(pieces: Pieces, out: Path, receipts: list[ShardReceipt]) -> 
             module["stored_tensors"][name] = {"shape": list(entry.shape), "n_bytes": entry.nbytes, "dtype": dtype}
             if name.endswith(".trellis"):
                 module["quant_format"] = "exl3"
-                module["bits_per_weight"] = entry.shape[-1] // 16
+                module["bits_per_weight"] = plain_width(entry.shape[-1] / 16)
                 module["mul1_multiplier"] = MARKERS["mul1"]
     return storage
 
 
 def _routed_mean(job: Job, pieces: Pieces) -> Fraction:
     widths = [width for layer in pieces.allocation.values() for width in layer]
-    return Fraction(sum(widths), len(widths))
+    return Fraction(sum(widths)) / len(widths)
 
 
 def _report(
@@ -203,7 +204,7 @@ def _report(
     histogram = {str(layer): _histogram(shape_width, routed, layer) for layer in pieces.allocation}
     errors: dict[tuple[Role, int], list[float]] = {}
     for rule in quantized:
-        errors.setdefault((rule.role, int(shape_width[rule.name])), []).append(pieces.proxy_error(rule))
+        errors.setdefault((rule.role, plain_width(float(shape_width[rule.name]))), []).append(pieces.proxy_error(rule))
     warnings = _warnings(job)
     return {
         "format": FORMAT,
@@ -232,7 +233,8 @@ def _report(
 
 def _histogram(width: dict[str, Fraction], routed: list[TensorRule], layer: int) -> dict[str, int]:
     """Experts of a layer per width; one projection stands for an expert, `check` sees that all three agree."""
-    found = Counter(str(width[r.name]) for r in routed if r.layer == layer and r.projection == "down_proj")
+    experts = (r.name for r in routed if r.layer == layer and r.projection == "down_proj")
+    found = Counter(str(plain_width(float(width[name]))) for name in experts)
     return dict(sorted(found.items()))
 
 

@@ -5,11 +5,12 @@ from collections.abc import Iterator
 
 import torch
 
+from keys35.allocation import plain_width
 from keys35.exl3.codebook import MARKERS
 from keys35.files.headers import TensorEntry
 from keys35.files.source import ShardedSource
 from keys35.glm.names import BLOCK, Role, Split, TensorRule, exl3_parts, split_axis
-from keys35.recipe import PLAIN_BITS
+from keys35.recipe import EXPERT_WIDTHS, PLAIN_BITS
 from keys35.stages.contract import TP, Checkpoint, Finding, broken
 
 PIECE_BYTES = 64 << 20
@@ -76,11 +77,11 @@ def _trellis_faults(
     if len(entry.shape) != 3 or entry.shape[:2] != (k // 16, n // 16):
         yield "trellis-shape", entry.name, f"is {list(entry.shape)}, not {[k // 16, n // 16]} and 16 K"
         return
-    bits, rest = divmod(entry.shape[2], 16)
-    if rest or not 1 <= bits <= 8:
-        yield "width-legal", entry.name, f"has {entry.shape[2] / 16:g}"
+    bits = entry.shape[2] / 16
+    if bits not in EXPERT_WIDTHS:
+        yield "width-legal", entry.name, f"has {bits:g}"
     else:
-        point.widths[rule.name] = bits
+        point.widths[rule.name] = plain_width(bits)
     axis = split_axis(rule, "trellis")
     if axis is not None and entry.shape[axis] * 16 % (TP * BLOCK):
         yield "tp-cut", entry.name, f"has {entry.shape[axis] * 16} features on the cut axis"

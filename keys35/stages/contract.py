@@ -69,7 +69,7 @@ RULES: dict[str, Rule] = {
     "marker-value": Rule("the mul1 marker is 0x83DCD12D", (EXLLAMA, TENSORFOLD)),
     "trellis-dtype": Rule("a trellis is int16", (TENSORFOLD, EXLLAMA, VLLM)),
     "trellis-shape": Rule("a trellis is (in/16, out/16, 16 K), padded", (TENSORFOLD, EXLLAMA, VLLM)),
-    "width-legal": Rule("a width is 1 to 8 whole bits", (TENSORFOLD, EXLLAMA, VLLM)),
+    "width-legal": Rule("a width is 1 to 8 bits, or a half rate below 4", (TENSORFOLD, EXLLAMA, VLLM)),
     "scale-dtype": Rule("suh and svh are float16", (TENSORFOLD, EXLLAMA)),
     "scale-length": Rule("suh and svh have the padded layer's lengths", (TENSORFOLD, EXLLAMA)),
     "scale-finite": Rule("suh and svh are finite", (TENSORFOLD, EXLLAMA)),
@@ -175,7 +175,7 @@ class Checkpoint:
     deep: bool = False
     sample: int = 0
     progress: Progress = field(default_factory=Progress)
-    widths: dict[str, int] = field(default_factory=dict)
+    widths: dict[str, float] = field(default_factory=dict)
     """Bits per weight by source tensor name, from the trellis shapes."""
 
     @property
@@ -200,4 +200,4 @@ class Checkpoint:
                 return None
             bits += self.widths[name] * self.rules[name].numel
             weights += self.rules[name].numel
-        return Fraction(bits, weights) if weights else None
+        return Fraction(bits) / weights if weights else None

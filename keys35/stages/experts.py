@@ -51,8 +51,9 @@ def encode_experts(
     """Encode a group at each width and commit what it costs; save one file for each width of `keep`.
 
     error[e][width][domain] is the mean over the domain's selection tokens of g^2 |f(x) - f_K(x)|^2 (zero for
-    tokens routed elsewhere); error_se its standard error over rows. A GPU takes a batch of the group at a time: the
-    next one's weights are read, and the last one's encodings written, while it works.
+    tokens routed elsewhere); error_se its standard error over rows; energy[e][domain] the same mean of g^2 |f(x)|^2.
+    A GPU takes a batch of the group at a time: the next one's weights are read, and the last one's encodings written,
+    while it works.
     """
     spent = Spans(job.device)
     found, written = _encode_all(job, unit, unit.experts, widths, keep, rows, spent)
@@ -101,13 +102,14 @@ def _encode_all(
 
 @dataclass(frozen=True)
 class Encoded:
-    """What a receipt says of one expert; errors are (widths, domains), proxy errors (widths, projections)."""
+    """What a receipt says of one expert; errors are (widths, domains), energy (domains,), proxy errors (widths, projections)."""
 
     fit_rows: int
     shrink: float
     selection_rows: int
     error: list[list[float]]
     error_se: list[list[float]]
+    energy: list[float]
     proxy_error: list[list[float]]
     fallback: list[str]
 
@@ -175,6 +177,7 @@ def _receipt(unit: ExpertUnit, widths: Sequence[int], experts: Sequence[Encoded]
         "selection_rows": [e.selection_rows for e in experts],
         "error": [e.error for e in experts],
         "error_se": [e.error_se for e in experts],
+        "energy": [e.energy for e in experts],
         "proxy_error": {str(width): [e.proxy_error[i] for e in experts] for i, width in enumerate(widths)},
         "fallback": sorted(name for e in experts for name in e.fallback),
     }
@@ -209,8 +212,8 @@ def _judge(
     encoded: dict[tuple[str, float], EncodedLinear],
     widths: Sequence[int],
     rows: LayerRows,
-) -> tuple[int, list[list[float]], list[list[float]]]:
-    """Rows, errors and standard errors of one expert on the selection rows routed to it."""
+) -> tuple[int, list[list[float]], list[list[float]], list[float]]:
+    """Rows, errors, standard errors and output energy of one expert on the selection rows routed to it."""
     index, router = rows.selection.of(expert)
     x, domain = rows.selection.x[index].to(weights[0].device).float(), rows.domain[index].cpu()
     router = router.to(x.device)
@@ -226,7 +229,8 @@ def _judge(
         sums = [torch.bincount(domain, power, rows.domains) for power in (per_row, per_row.square())]
         errors.append((sums[0] / tokens).tolist())
         spreads.append((sums[1].sqrt() / tokens).tolist())
-    return len(index), errors, spreads
+    power = (router.double().square() * exact.double().square().sum(dim=1)).cpu()
+    return len(index), errors, spreads, (torch.bincount(domain, power, rows.domains) / tokens).tolist()
 
 
 def apply_expert(x: Tensor, weights: Weights) -> Tensor:

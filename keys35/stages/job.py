@@ -12,6 +12,7 @@ from keys35 import __version__
 from keys35.calibration.text import TextSet, load_text_set
 from keys35.errors import PlanError, ResumeError
 from keys35.exl3.encode import EncodeOptions
+from keys35.exl3.scale import FULL_POWERS, ScalePowers
 from keys35.exl3.viterbi import backend_device
 from keys35.files.atomic import read_json, write_json
 from keys35.files.ledger import WHEREABOUTS, Workdir
@@ -54,6 +55,8 @@ class Job:
             sigma_reg=settings.sigma_reg,
             refit_rounds=settings.refit_rounds,
             stack_elements=LOW_MEMORY_STACK if settings.low_memory else EncodeOptions.stack_elements,
+            powers=ScalePowers() if settings.scales == "tuned" else FULL_POWERS,
+            scaled_metric=settings.metric == "scaled",
         )
 
     @property
@@ -98,7 +101,7 @@ def open_job(source: Path, recipe: Recipe, root: Path, keep: Keep = "all") -> It
     """Start or resume a job; raises ResumeError if the directory belongs to another job or is in use."""
     refuse_nesting(Path(source), None, Path(root))
     opened, config, dropped = read_source(source, recipe)
-    text = load_text_set(recipe.calibration.set)
+    text = load_text_set(recipe.calibration.set).only(recipe.calibration.domains)
     work = Workdir.open(root, _guard(opened, recipe, text))
     with work.lock():
         whereabouts = {"source": str(Path(source).resolve()), "recipe": recipe.model_dump(mode="json"), "keep": keep,
@@ -136,7 +139,8 @@ def attach_job(root: Path) -> Job:
     facts = read_json(work.path(WHEREABOUTS))
     recipe = Recipe.model_validate(facts["recipe"])
     opened, config, dropped = read_source(Path(facts["source"]), recipe)
-    rules, text = profile_rules(census(config), recipe.output.profile), load_text_set(recipe.calibration.set)
+    rules = profile_rules(census(config), recipe.output.profile)
+    text = load_text_set(recipe.calibration.set).only(recipe.calibration.domains)
     return Job(opened, config, rules, dropped, recipe, text, work, facts.get("keep", "all"))
 
 

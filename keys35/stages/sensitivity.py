@@ -71,7 +71,14 @@ def conclude_sensitivity(job: Job, selection: Windows) -> None:
             error += torch.tensor(job.work.require(unit.name)["data"]["error"], dtype=torch.float64)[:, middle].sum(0)
         kl[str(layer)] = nats.tolist()
         alpha[str(layer)] = (nats / error.clamp_min(torch.finfo(torch.float64).tiny)).tolist()
-    data = {"width": width, "windows": len(windows), "domains": list(windows.domains), "kl": kl, "alpha": alpha}
+    data = {
+        "width": width,
+        "windows": len(windows),
+        "domains": list(windows.domains),
+        "shares": [domain.share for domain in job.text.domains],
+        "kl": kl,
+        "alpha": alpha,
+    }
     job.work.commit(SENSITIVITY, [], data)
     job.work.log("sensitivity", kl=kl)
 

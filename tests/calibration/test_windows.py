@@ -112,3 +112,30 @@ def test_peer_text_is_read_without_importing_the_peer():
 
     assert len(list(documents(load_text_set("standard").domains[0]))) > 100
     assert "exllamav3" not in sys.modules
+
+
+def test_calibration_and_report_parts_share_no_document(tmp_path):
+    lines = "\n".join(f"document {n} " + "word " * 5 for n in range(400))
+    whole = text_set(tmp_path, lines)
+    parts = {}
+    for part in ("calibration", "report"):
+        file = tmp_path / f"{part}.toml"
+        file.write_text((tmp_path / "set.toml").read_text() + f'part = "{part}"\n')
+        parts[part] = set(documents(load_text_set(str(file)).domains[0]))
+    assert parts["calibration"] | parts["report"] == set(documents(whole.domains[0]))
+    assert not parts["calibration"] & parts["report"]
+    assert 400 / 16 < len(parts["report"]) < 400 / 4
+
+
+def test_an_unknown_part_is_refused(tmp_path):
+    text_set(tmp_path, "a\nb")
+    (tmp_path / "set.toml").write_text((tmp_path / "set.toml").read_text() + 'part = "reports"\n')
+    with pytest.raises(RecipeError, match="part must be one of all, calibration, report, found 'reports'"):
+        load_text_set(str(tmp_path / "set.toml"))
+
+
+def test_some_domains_of_a_set():
+    text = load_text_set("demo")
+    assert [d.name for d in text.only(["code"]).domains] == ["code"] and text.only([]) == text
+    with pytest.raises(RecipeError, match="no domain law: it has prose, code"):
+        text.only(["law"])

@@ -1,0 +1,57 @@
+"""Ablations: variants change what they name and nothing else, share encodings, and resume."""
+
+import json
+
+import pytest
+from small import small_recipe, small_source
+
+from keys35.errors import RecipeError
+from keys35.progress import Progress
+from keys35.recipe import load_recipe
+from keys35.stages.ablate import Variant, ablate, load_variants, table, vary
+
+DEFAULT = Variant("A", "default", {}, ())
+
+
+def test_every_shipped_variant_is_a_legal_recipe():
+    for name in ("demo", "glm-5.3-2.75bpw"):
+        recipes = {variant.name: vary(load_recipe(name), variant.changes) for variant in load_variants(None)}
+        assert len(recipes) == len(load_variants(None)) > 20
+
+
+def test_a_variant_changes_what_it_names():
+    base = load_recipe("demo")
+    changed = vary(base, {"calibration.shrink": 0.5, "seed": 7})
+    assert (changed.calibration.shrink, changed.seed) == (0.5, 7)
+    assert vary(changed, {"calibration.shrink": base.calibration.shrink, "seed": base.seed}) == base
+
+
+def test_unknown_keys_and_names_are_refused(tmp_path):
+    with pytest.raises(RecipeError, match="shrinks"):
+        vary(load_recipe("demo"), {"calibration.shrinks": 0.5})
+    with pytest.raises(RecipeError, match="has no variant 'nobody'|has no variant nobody"):
+        load_variants(None, ["nobody"])
+    (tmp_path / "v.toml").write_text("[[variant]]\nname = 'x'\n")
+    with pytest.raises(RecipeError, match="v.toml"):
+        load_variants(tmp_path / "v.toml")
+
+
+def test_a_group_is_chosen_by_its_name():
+    assert {variant.group for variant in load_variants(None, ["Budget"])} == {"Budget"}
+
+
+@pytest.mark.slow
+def test_variants_that_only_allocate_share_their_encodings_and_rows_are_kept(tmp_path):
+    source, work = small_source(tmp_path / "source"), tmp_path / "work"
+    variants = [DEFAULT, Variant("B", "2.5", {"experts.bits": 2.5}, ("allocation", "random"))]
+    result = ablate(source, small_recipe(), variants, work, Progress())
+    assert len(list(work.glob("encode-*"))) == 1
+    rows = {row["name"]: row for row in result["variants"]}
+    assert set(rows["2.5"]["sets"]) == {"allocation", "random-0", "random-1"}
+    assert rows["2.5"]["sets"]["allocation"]["mean"] == "5/2"
+    assert rows["default"]["sets"]["uniform-3"]["kl"] < rows["default"]["sets"]["allocation"]["kl"]
+    before = {path: path.stat().st_mtime_ns for path in work.rglob("*.safetensors")}
+    again = ablate(source, small_recipe(), variants, work, Progress(), finished=True)
+    assert json.dumps(again["variants"]) == json.dumps(result["variants"])
+    assert before == {path: path.stat().st_mtime_ns for path in work.rglob("*.safetensors")}
+    assert "| 2.5 |" in table(again)
