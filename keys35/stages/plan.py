@@ -135,7 +135,7 @@ def plan(source: Path, recipe: Recipe, work: Path | None = None, tp: int = 4, ke
 def _missing(source: Path, config: GlmConfig, recipe: Recipe) -> Iterator[str]:
     """Refusals that `run` would meet before its first layer: no tokenizer, no or too little text."""
     try:
-        load_text_set(recipe.calibration.set)
+        load_text_set(recipe.calibration.set).only(recipe.calibration.domains)
         held_out_panel(source, config, recipe)
     except Keys35Error as error:
         yield str(error)
