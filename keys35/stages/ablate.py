@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from keys35 import __version__
-from keys35.allocation import bit_counts, mean_width, plain_width
+from keys35.allocation import bit_counts, mean_width, plain_width, whole_model
 from keys35.errors import RecipeError
 from keys35.files.atomic import read_json, write_json
 from keys35.progress import Progress
@@ -125,7 +125,9 @@ def _row(job: Job, encoding: Job, variant: Variant, reference: Reference, progre
     measure(encoding, progress)
     allocate(encoding)
     quantize(encoding, progress)
-    sets, weights = width_sets(job, read_measured(job))
+    measured, experts = read_measured(job), job.recipe.experts
+    sets, weights = width_sets(job, measured)
+    sets["by-energy"] = whole_model(measured.predicted_costs(), experts.widths, experts.budget)
     wanted = variant.sets or tuple(sets)
     widths = {name: _by_layer(job, sets[name]) for name in sets if name.rstrip("0123456789").rstrip("-") in wanted
               or name in wanted}
@@ -181,8 +183,8 @@ def table(result: dict[str, Any]) -> str:
              "encoded like the variant, mean and standard deviation over their seeds.", ""]
     for group in dict.fromkeys(row["group"] for row in result["variants"]):
         lines += [f"### {group}", "", "| variant | KL | random mix | gain | worst domain's gain | error only | "
-                  "same count per layer | uniform | top-1 | ppl | proxy error | MB | s |",
-                  "|---|---:|---:|---:|---:|---:|---:|---|---:|---:|---|---:|---:|"]
+                  "same count per layer | predicted from energy | uniform | top-1 | ppl | proxy error | MB | s |",
+                  "|---|---:|---:|---:|---:|---:|---:|---:|---|---:|---:|---|---:|---:|"]
         lines += [_line(row) for row in result["variants"] if row["group"] == group] + [""]
     return "\n".join(lines)
 
@@ -200,7 +202,8 @@ def _line(row: dict[str, Any]) -> str:
     cells = [
         row["name"], f"{ours['kl']:.4f}", f"{fmean(random):.4f}{spread}" if random else "",
         f"{1 - ours['kl'] / fmean(random):.1%}" if random else "", f"{min(worst):.1%}" if worst else "",
-        *(f"{sets[name]['kl']:.4f}" if name in sets else "" for name in ("error-only", "equal-per-layer")), uniform,
+        *(f"{sets[name]['kl']:.4f}" if name in sets else "" for name in ("error-only", "equal-per-layer", "by-energy")),
+        uniform,
         f"{ours['top1']:.1%}", f"{ours['ppl']:.3f}", proxy, f"{row['bytes'] / 1e6:.2f}",
         f"{sum(row['seconds'].values()):.0f}",
     ]

@@ -167,8 +167,6 @@ def _baselines(job: Job, measured: Measured) -> dict[str, list[np.ndarray]]:
             sets["equal-per-layer"] = per_layer(errors, (low, high), budget)
     if uniform:
         sets["per-expert"] = whole_model(measured.costs(), widths, budget)
-    if not uniform:
-        sets["by-energy"] = whole_model(measured.predicted_costs(), widths, budget)
     sets["error-only"] = (one_width_per_layer if uniform else whole_model)(measured.plain_errors(), widths, budget)
     for width in widths:
         if width in (low, high):
