@@ -59,6 +59,8 @@ def capture(job: Job, store: WeightStore, layer: int, windows: dict[str, Windows
 
     In a replay, which makes rows again, the layer's states are kept for the next layer's replay.
     """
+    if layer == 0:
+        _require_finite_ends(job)
     spent = Spans(job.device)
     with spent("reading"):
         weights = _weights(job, store, layer)
@@ -82,6 +84,8 @@ def capture(job: Job, store: WeightStore, layer: int, windows: dict[str, Windows
             forget_states(job, done)
 
 
+    if layer == 0:
+        _require_finite_ends(job)
 def _weights(job: Job, store: WeightStore, layer: int) -> StoredLayer:
     """A layer's weights: a GPU holds them as they are stored, a CPU reads experts when they are asked for."""
     if job.device.type == "cpu":

@@ -51,7 +51,7 @@ class UnitFiles:
 
 
 class _Writer:
-    def __init__(self, path: Path, width: int, shapes: Mapping[str, tuple[int, int]]) -> None:
+    def __init__(self, path: Path, width: float, shapes: Mapping[str, tuple[int, int]]) -> None:
         self.path = path
         self._expected = {
             name: tensor for module, shape in shapes.items() for name, tensor in _blank(module, *shape, width).items()
@@ -92,10 +92,10 @@ class _Writer:
             return self._ready.pop(name)
 
 
-def _blank(module: str, inputs: int, outputs: int, width: int) -> dict[str, Tensor]:
+def _blank(module: str, inputs: int, outputs: int, width: float) -> dict[str, Tensor]:
     """What will be stored of a linear, without memory behind it."""
     with torch.device("meta"):
-        trellis = torch.empty(inputs // 16, outputs // 16, 16 * width, dtype=torch.int16)
+        trellis = torch.empty(inputs // 16, outputs // 16, int(16 * width), dtype=torch.int16)
         scales = [torch.empty(size, dtype=torch.float16) for size in (inputs, outputs)]
         marker = torch.empty((), dtype=torch.int32)
     return {f"{module}.trellis": trellis, f"{module}.suh": scales[0], f"{module}.svh": scales[1],

@@ -14,6 +14,7 @@ from keys35.stages.scan import scan
 
 EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"
 NORM = "model.layers.0.input_layernorm.weight"
+HEAD = "lm_head.weight"  # no layer's states pass through it
 
 
 def broken_source(source, root, *damage):
@@ -37,7 +38,7 @@ def test_every_broken_tensor_is_named_with_index_and_count(source, tmp_path):
     assert f"{NORM}: 1 values are not finite, the first is inf at [7]" in str(caught.value)
 
 
-@pytest.mark.parametrize(("name", "index"), [(EXPERT, (3, 5)), (NORM, (7,))])
+@pytest.mark.parametrize(("name", "index"), [(EXPERT, (3, 5)), (NORM, (7,)), (HEAD, (9, 1))])
 def test_measure_refuses_what_it_meets(source, tmp_path, name, index):
     broken = broken_source(source, tmp_path / "source", (name, index, float("nan")))
     with open_job(broken, small_recipe(), tmp_path / "work") as job, pytest.raises(SourceError) as caught:
