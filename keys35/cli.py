@@ -116,17 +116,28 @@ def measure(
 
 
 @app.command()
-def allocate(work: Work) -> None:
+def allocate(
+    work: Work,
+    explain: Annotated[str | None, typer.Option(help="LAYER/EXPERT: only say why it has the width it has")] = None,
+) -> None:
     """Choose one width per expert under the exact budget.
 
     Example: keys35 allocate --work W
     """
     from keys35.report.terminal import show_allocation
     from keys35.stages.allocate import allocate as run_allocate
+    from keys35.stages.explain import explain as why
+    from keys35.stages.explain import sentences
     from keys35.stages.job import resume_job
 
     with resume_job(work) as job:
-        voice.result(run_allocate(job), show_allocation)
+        if explain is None:
+            voice.result(run_allocate(job), show_allocation)
+            return
+        layer, _, expert = explain.partition("/")
+        if not (layer.isdecimal() and expert.isdecimal()):
+            raise typer.BadParameter(f"{explain!r} is no LAYER/EXPERT, such as 12/200")
+        voice.result(why(job, int(layer), int(expert)), lambda _, found: [voice.say(s) for s in sentences(found)])
 
 
 @app.command()
