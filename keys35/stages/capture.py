@@ -84,8 +84,6 @@ def capture(job: Job, store: WeightStore, layer: int, windows: dict[str, Windows
             forget_states(job, done)
 
 
-    if layer == 0:
-        _require_finite_ends(job)
 def _weights(job: Job, store: WeightStore, layer: int) -> StoredLayer:
     """A layer's weights: a GPU holds them as they are stored, a CPU reads experts when they are asked for."""
     if job.device.type == "cpu":
@@ -118,6 +116,14 @@ def _save(
         saved_rows = pool.submit(save_tensors, rows_file(job, layer), rows) if rows else None
     files = {path: future.result() for path, future in saving.items()}
     return files, saved_rows.result() if saved_rows else None
+
+
+def _require_finite_ends(job: Job) -> None:
+    """Refuse a broken embedding, final norm or head at once: no layer's states would show the last two."""
+    names = [rule.source for rule in job.rules.values() if rule.layer is None]
+    broken = "\n  ".join(str(item) for item in broken_tensors(job.source, names))
+    if broken:
+        raise SourceError(f"{job.source.root} is damaged, fetch these tensors' shards again:\n  {broken}")
 
 
 def _require_finite(job: Job, layer: int, states: dict[str, States]) -> None:

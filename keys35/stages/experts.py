@@ -102,7 +102,9 @@ def _encode_all(
 
 @dataclass(frozen=True)
 class Encoded:
-    """What a receipt says of one expert; errors are (widths, domains), energy (domains,), proxy errors (widths, projections)."""
+    """What a receipt says of one expert; errors are (widths, domains), energy (domains,), proxy errors
+    (widths, projections).
+    """
 
     fit_rows: int
     shrink: float
