@@ -19,9 +19,11 @@ STARTED = "started"
 STEPS = {
     "captured": "calibration passes",
     "experts": "expert encoding and judging",
+    "experts-time": "expert encoding and judging",
     "sensitivity": "layer weights",
     "allocated": "allocation",
     "dense": "dense linears",
+    "dense-time": "dense linears",
     "assembled": "assembly",
 }
 
