@@ -334,7 +334,7 @@ def test_broken_files(
 
 def test_width_outside_the_format(output: Output, source: Path, tmp_path: Path) -> None:
     trellis = output.tensors[f"{EXPERT}.trellis"]
-    output.tensors[f"{EXPERT}.trellis"] = torch.zeros(*trellis.shape[:2], 40, dtype=torch.int16)
+    output.tensors[f"{EXPERT}.trellis"] = torch.zeros(*trellis.shape[:2], 72, dtype=torch.int16)
     report = check(output.write(tmp_path / "half"), source)
     assert "width-legal" in rules_of(report) and report.routed_mean is None
     output.tensors[f"{EXPERT}.trellis"] = torch.zeros(*trellis.shape[:2], 16 * 9, dtype=torch.int16)
