@@ -57,10 +57,10 @@ def finished(source: Path, shared: Path, tmp_path_factory: pytest.TempPathFactor
             return run(job, root / "out", Progress(job.work), tp=4)
 
     with FileLock(shared / "finished.lock"):
-        result = None if first.exists() else resumed(first)
+        if not first.exists():
+            resumed(first)
         shutil.copytree(first, root, dirs_exist_ok=True)
-    result = result or resumed(root)
-    return Finished(source, root / "work", root / "out", recipe, result)
+    return Finished(source, root / "work", root / "out", recipe, resumed(root))
 
 
 @dataclass(frozen=True)

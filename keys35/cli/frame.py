@@ -1,0 +1,50 @@
+"""The command line's frame: its voice, the options before a command, and what becomes of a refusal."""
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from keys35 import __version__
+from keys35.errors import Keys35Error, ResumeError
+from keys35.report.voice import Mode, Voice
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Turn a very large mixture-of-experts checkpoint into a small EXL3 one, and prove what it lost.",
+)
+# Tables need room: where nobody watches a terminal, they are not squeezed into 80 columns.
+_console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 140)
+voice = Voice(_console, Console(stderr=True))
+
+
+def _version(value: bool) -> None:
+    if value:
+        voice.say(f"keys35 {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print refusals only")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="print the result as one JSON document, events as JSON lines on stderr")
+    ] = False,
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="version")] = False,
+) -> None:
+    voice.speak(Mode.JSON if as_json else Mode.QUIET if quiet else Mode.TEXT)
+
+
+def main() -> None:
+    """Run the command line; a refusal is one message on stderr and its own exit code."""
+    try:
+        app()
+    except OSError as error:
+        voice.refuse(error, ResumeError.exit_code)
+        sys.exit(ResumeError.exit_code)
+    except Keys35Error as error:
+        voice.refuse(error, error.exit_code)
+        sys.exit(error.exit_code)
