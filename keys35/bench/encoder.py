@@ -33,23 +33,12 @@ from ..exl3.viterbi.cuda import plan_launch, scratch_bytes
 from ..files.atomic import write_json
 from . import peer
 from .layers import Batch, down_batch, gate_up_batch
+from .timing import milliseconds
 
 EXPERT_WEIGHTS = 734.4e9
 """Weights of all routed experts of GLM-5.3."""
 CANDIDATES = (2, 3, 4)
 OPTIONS = EncodeOptions(backend="cuda")
-
-
-def kernel_ms(run: Callable[[], Any], times: int) -> float:
-    """Median milliseconds of a call on the GPU, the first one left out."""
-    run()
-    marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(times)]
-    for begin, end in marks:
-        begin.record()
-        run()
-        end.record()
-    torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in marks)
 
 
 def measure_kernel(bits: int, with_peer: bool) -> dict[str, float]:
@@ -63,7 +52,7 @@ def measure_kernel(bits: int, with_peer: bool) -> dict[str, float]:
         encoders["peer"] = peer.encode_tiles, 3
     result: dict[str, float] = {"scratch_bytes": scratch_bytes(bits, count)}
     for who, (encode, times) in encoders.items():
-        ms = kernel_ms(lambda encode=encode: encode(tiles, bits), times)
+        ms = milliseconds(lambda encode=encode: encode(tiles, bits), times)
         values = table[encode(tiles, bits).view(torch.int16).int() & 0xFFFF]
         result[f"{who}_mws"] = tiles.numel() / ms / 1e3
         result[f"{who}_nmse"] = float((values - tiles).double().square().mean() / tiles.double().square().mean())
@@ -78,8 +67,8 @@ def measure_decoding(bits: int) -> dict[str, float]:
     states = states.repeat(12, 1).view(384, 128, RING)
     trellis = pack(states, bits)
     suh, svh = torch.ones(6144, device="cuda").half(), torch.ones(2048, device="cuda").half()
-    packing = kernel_ms(lambda: pack(states, bits), 9)
-    decoding = kernel_ms(lambda: decode_weight(trellis, suh, svh, dtype=torch.bfloat16), 9)
+    packing = milliseconds(lambda: pack(states, bits), 9)
+    decoding = milliseconds(lambda: decode_weight(trellis, suh, svh, dtype=torch.bfloat16), 9)
     moved = states.numel() * (bits / 8 + 2)
     return {
         "pack_gws": states.numel() / packing / 1e6,

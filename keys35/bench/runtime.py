@@ -7,7 +7,6 @@ bandwidth of a copy; reconstruction of a whole layer; one MoE layer for 2,048 to
 import argparse
 import datetime
 import importlib.metadata
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -33,6 +32,7 @@ from ..exl3.tiles import from_ring, unpack
 from ..files.atomic import write_json
 from ..glm import experts as layer_experts
 from ..glm.experts import RoutedExperts
+from .timing import milliseconds
 
 D, INNER, TOKENS, TOP = 6144, 2048, 2048, 8
 WIDTHS = [2] * 81 + [3] * 158 + [4] * 17
@@ -53,18 +53,6 @@ PRODUCTS = [
         [(768, 512), (1024, 512), (512, 512), (768, 1024), (768, 256), (384, 256), (1024, 1024)],
     )
 ]
-
-
-def milliseconds(run: Callable[[], Any], times: int = 7) -> float:
-    """Median milliseconds of a call on the GPU, the first one left out."""
-    run()
-    marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(times)]
-    for begin, end in marks:
-        begin.record()
-        run()
-        end.record()
-    torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in marks)
 
 
 def graph_ms(run: Callable[[], Any], times: int = 9) -> float:
