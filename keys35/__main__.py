@@ -1,0 +1,5 @@
+"""`python -m keys35`: the same as the `keys35` command."""
+
+from keys35.cli import main
+
+main()
