@@ -7,11 +7,17 @@ for every node reached, the smallest cost over its predecessors,
 
 and since the codebook is the same for every tile, lanes hold tiles: no shuffles, one kernel for every width,
 and the arithmetic of a tile depends neither on its neighbours nor on the width of the machine's vectors (a
-subtraction, one fused multiply-add and a minimum, all exactly specified). Costs are kept only every few
-positions; the way back re-derives the choices in between by trying all chains of states: the same path.
+subtraction, one fused multiply-add and a minimum, all exactly specified). A few positions are taken together,
+in groups of nodes that stay in the nearest cache, and costs are kept only between them; the way back re-derives the
+choices in between by trying all chains of states: the same path.
 """
 
+import math
+import mmap
 import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -19,7 +25,7 @@ import numba
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
@@ -28,41 +34,53 @@ from ..codebook import codebook_table
 from ..tiles import RING, symbol_bits
 
 LANES = 16
+HUGE_PAGE = 2 << 20
+LOCAL_BITS = 8  # the most that positions taken together shift in
 _F32 = ir.FloatType()
 _VEC = ir.VectorType(_F32, LANES)
 
 
-def _emit_nodes(builder: ir.IRBuilder, args: list[ir.Value], width: int) -> None:
-    """Emit the minimum over all k for `width` neighbouring nodes."""
-    costs, stride, book, count, x_address, out = args
-    word = count.type
+def _emit_nodes(builder: ir.IRBuilder, args: list[ir.Value], width: int, count: int | None) -> None:
+    """Emit the minimum over all k for `width` neighbouring nodes; unrolled where the number of k is known."""
+    costs, stride, book, number, x_address, out = args
+    word = stride.type
     pointer = lambda address, kind: builder.inttoptr(address, kind.as_pointer())  # noqa: E731
     load = lambda address, kind: builder.load(pointer(address, kind), align=4)  # noqa: E731
     fma = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_VEC, [_VEC] * 3), "llvm.fma.v16f32")
     zeros = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
     x = load(x_address, _VEC)
     infinity = ir.Constant(_VEC, [float("inf")] * LANES)
-    best = [cgutils.alloca_once_value(builder, infinity) for _ in range(width)]
-    with cgutils.for_range(builder, count) as loop:
-        cost = load(builder.add(costs, builder.mul(loop.index, stride)), _VEC)
-        row = builder.add(book, builder.mul(loop.index, word(4 * width)))
-        for l, slot in enumerate(best):  # noqa: E741
+
+    def totals(k: ir.Value) -> Iterator[ir.Value]:
+        cost = load(builder.add(costs, builder.mul(k, stride)), _VEC)
+        row = builder.add(book, builder.mul(k, word(4 * width)))
+        for l in range(width):  # noqa: E741
             value = load(builder.add(row, word(4 * l)), _F32)
             value = builder.insert_element(ir.Constant(_VEC, ir.Undefined), value, ir.IntType(32)(0))
             value = builder.shuffle_vector(value, ir.Constant(_VEC, ir.Undefined), zeros)
             difference = builder.fsub(value, x)
-            total = builder.call(fma, [difference, difference, cost])
-            old = builder.load(slot)
-            builder.store(builder.select(builder.fcmp_ordered("<", total, old), total, old), slot)
-    for l, slot in enumerate(best):  # noqa: E741
-        builder.store(builder.load(slot), pointer(builder.add(out, word(4 * LANES * l)), _VEC), align=4)
+            yield builder.call(fma, [difference, difference, cost])
+
+    smaller = lambda a, b: builder.select(builder.fcmp_ordered("<", a, b), a, b)  # noqa: E731
+    if count is None:
+        best = [cgutils.alloca_once_value(builder, infinity) for _ in range(width)]
+        with cgutils.for_range(builder, number) as loop:
+            for total, slot in zip(totals(loop.index), best, strict=True):
+                builder.store(smaller(total, builder.load(slot)), slot)
+        found = [builder.load(slot) for slot in best]
+    else:
+        found = list(totals(word(0)))
+        for k in range(1, count):
+            found = [smaller(total, old) for total, old in zip(totals(word(k)), found, strict=True)]
+    for l, value in enumerate(found):  # noqa: E741
+        builder.store(value, pointer(builder.add(out, word(4 * LANES * l)), _VEC), align=4)
 
 
-def _node_kernel(width: int):  # noqa: ANN202 (a numba intrinsic has no useful type)
+def _node_kernel(width: int, count: int | None = None):  # noqa: ANN202 (a numba intrinsic has no useful type)
     @intrinsic
-    def nodes(typing, costs, stride, book, count, x, out):  # noqa: ANN001, ANN202
+    def nodes(typing, costs, stride, book, count_, x, out):  # noqa: ANN001, ANN202
         def codegen(context, builder, signature, args):  # noqa: ANN001, ANN202
-            _emit_nodes(builder, args, width)
+            _emit_nodes(builder, args, width, count)
             return context.get_dummy_value()
 
         return types.void(*[types.intp] * 6), codegen
@@ -70,7 +88,7 @@ def _node_kernel(width: int):  # noqa: ANN202 (a numba intrinsic has no useful t
     return nodes
 
 
-_nodes2, _nodes4, _nodes8 = _node_kernel(2), _node_kernel(4), _node_kernel(8)
+_nodes2, _nodes4, _nodes8, _nodes4x4 = _node_kernel(2), _node_kernel(4), _node_kernel(8), _node_kernel(4, 4)
 
 
 @intrinsic
@@ -81,55 +99,83 @@ def _fma(typing, a, b, c):  # noqa: ANN001, ANN202
     return types.float32(types.float32, types.float32, types.float32), codegen
 
 
-@njit
+_inner = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)  # called by compiled code alone: half the compile time
+
+
+@_inner
 def _row(node, j_bits):  # noqa: ANN001, ANN202
     """Where a node's costs lie; a spare row after every block of j spreads the k blocks over the cache."""
     return node + (node >> j_bits if j_bits >= 3 else 0)
 
 
-@njit
+@_inner
 def _address(array):  # noqa: ANN001, ANN202
     return types.intp(array.ctypes.data)
 
 
-@njit
-def _step(costs, out, book, x, k_bits, j_bits, l_bits):  # noqa: ANN001, ANN202
-    """One position of sixteen tiles; all but the bit counts are addresses of float32 data."""
-    width = 1 << min(l_bits, 3)
-    k_count = 1 << k_bits
-    stride = _row(1 << j_bits, j_bits) * 4 * LANES
-    for first in range(0, 1 << (j_bits + l_bits), width):
-        source = costs + (first >> l_bits) * 4 * LANES
-        target = out + _row(first, j_bits) * 4 * LANES
-        entry = book + first * k_count * 4
-        if width == 8:
-            _nodes8(source, stride, entry, k_count, x, target)
-        elif width == 4:
-            _nodes4(source, stride, entry, k_count, x, target)
-        else:
-            _nodes2(source, stride, entry, k_count, x, target)
+@_inner
+def _nodes(width, source, stride, book, k_count, x, target):  # noqa: ANN001, ANN202
+    """`width` neighbouring nodes of sixteen tiles; all but the counts are addresses of float32 data."""
+    if width == 8:
+        _nodes8(source, stride, book, k_count, x, target)
+    elif width == 4 and k_count == 4:
+        _nodes4x4(source, stride, book, k_count, x, target)
+    elif width == 4:
+        _nodes4(source, stride, book, k_count, x, target)
+    else:
+        _nodes2(source, stride, book, k_count, x, target)
 
 
-@njit
-def _forward(x, books, new_bits, every, kept, scratch, current, first, count, keep):  # noqa: ANN001, ANN202
+@_inner
+def _block(costs, out, local, books, x, first, every, new_bits):  # noqa: ANN001, ANN202
+    """`every` positions at once, from `costs` to `out`, so that both are read and written once.
+
+    The bits that the positions shift in and out make groups of nodes that need only one another: a group's costs
+    stay in `local`, in the nearest cache. In it a node is written as (bits yet to leave, bits that came).
+    """
+    leaving = 0
+    for i in range(every):
+        leaving += new_bits[(first + i + 1) % 2]
+    m_bits = 16 - new_bits[first % 2] - leaving
+    for m in range(1 << m_bits):
+        stay, came = leaving, 0
+        for i in range(every):
+            l_bits, k_bits = new_bits[(first + i) % 2], new_bits[(first + i + 1) % 2]
+            stay -= k_bits
+            j_bits, width, k_count = 16 - k_bits - l_bits, 1 << min(l_bits, 3), 1 << k_bits
+            inner, outer = i > 0, i < every - 1
+            source = _address(local[i % 2]) if inner else _address(costs)
+            stride = ((1 << (stay + came)) if inner else _row(1 << j_bits, j_bits)) * 4 * LANES
+            target = _address(local[(i + 1) % 2]) if outer else _address(out)
+            book, position = _address(books[(first + i) % 2]), _address(x[first + i])
+            for t in range(1 << stay):
+                node = ((t << m_bits) | m) << (came + l_bits)
+                for c in range(0, 1 << (came + l_bits), width):
+                    j = (t << came) | (c >> l_bits) if inner else (t << m_bits) | m
+                    to = (t << (came + l_bits)) | c if outer else _row(node + c, j_bits)
+                    _nodes(width, source + j * 4 * LANES, stride, book + (node + c) * k_count * 4, k_count, position,
+                           target + to * 4 * LANES)
+            came += l_bits
+
+
+@_inner
+def _forward(x, books, new_bits, every, kept, scratch, local, current, first, count, keep):  # noqa: ANN001, ANN202
     """Advance `count` positions from the costs in `current`; those before every `every`-th go to `kept`."""
-    for step in range(count):
+    for step in range(0, count, every):
         p = (first + step) % RING
-        l_bits, k_bits = new_bits[p % 2], new_bits[(p + 1) % 2]
-        following = (p + 1) % RING
-        if following % every == 0 and (keep or following == 0):
+        following = (p + every) % RING
+        if keep or following == 0:
             out = kept[following // every]
         elif _address(current) == _address(scratch[0]):
             out = scratch[1]
         else:
             out = scratch[0]
-        book = _address(books[p % 2])
-        _step(_address(current), _address(out), book, _address(x[p]), k_bits, 16 - k_bits - l_bits, l_bits)
+        _block(current, out, local, books, x, p, every, new_bits)
         current = out
     return current
 
 
-@njit
+@_inner
 def _back(x, table, new_bits, every, kept, end, positions, states):  # noqa: ANN001, ANN202
     """Walk back from the nodes `end`: fills states[:, :positions], leaves the first nodes in `end`."""
     node_bits = 16 - new_bits[0]
@@ -157,7 +203,7 @@ def _back(x, table, new_bits, every, kept, end, positions, states):  # noqa: ANN
             end[lane] = best_stream >> chain_bits
 
 
-@njit
+@_inner
 def _cheapest(costs, node_bits, j_bits, end):  # noqa: ANN001, ANN202
     best = costs[0].copy()
     end[:] = 0
@@ -169,31 +215,25 @@ def _cheapest(costs, node_bits, j_bits, end):  # noqa: ANN001, ANN202
                 end[lane] = node
 
 
-@njit
-def _ring(x, books, table, new_bits, every, kept, scratch, states):  # noqa: ANN001, ANN202
+@njit(cache=True, nogil=True)
+def _ring(x, books, table, new_bits, every, kept, scratch, local, states):  # noqa: ANN001, ANN202
     """Encode sixteen rings: x is (256, lanes), states (lanes, 256)."""
     node_bits = 16 - new_bits[0]
     j_bits = node_bits - new_bits[1]
     end = np.zeros(LANES, np.int64)
-    half = RING // 2
     # first pass: from the middle, all nodes open; its best path says in which node the ring closes
+    half = RING // 2
     scratch[0][:] = 0
-    costs = _forward(x, books, new_bits, every, kept, scratch, scratch[0], half, RING, True)
+    costs = _forward(x, books, new_bits, every, kept, scratch, local, scratch[0], half, half, 0)
+    costs = _forward(x, books, new_bits, every, kept, scratch, local, costs, 0, half, 1)
     _cheapest(costs, node_bits, j_bits, end)
     _back(x, table, new_bits, every, kept, end, half, states)
     # second pass: start and end in that node
     kept[0][:] = np.inf
     for lane in range(LANES):
         kept[0, _row(end[lane], j_bits), lane] = 0
-    _forward(x, books, new_bits, every, kept, scratch, kept[0], 0, RING - every, True)
+    _forward(x, books, new_bits, every, kept, scratch, local, kept[0], 0, RING - every, 1)
     _back(x, table, new_bits, every, kept, end, RING, states)
-
-
-@njit(parallel=True, cache=True, nogil=True)
-def _encode(x, books, table, new_bits, every, kept, scratch, states):  # noqa: ANN001, ANN202
-    for worker in prange(kept.shape[0]):
-        for group in range(worker, x.shape[0], kept.shape[0]):
-            _ring(x[group], books, table, new_bits, every, kept[worker], scratch[worker], states[group])
 
 
 _EVERY = {1.0: 8, 1.5: 4, 2.0: 4, 2.5: 2, 3.0: 2, 3.5: 2, 4.0: 1}
@@ -209,9 +249,16 @@ class _Layout:
     table: np.ndarray
 
 
-def _aligned(*shape: int) -> np.ndarray:
-    """Uninitialised float32 memory on cache-line boundaries."""
-    return torch.empty(shape, dtype=torch.float32).numpy()
+def _memory(*shape: int) -> np.ndarray:
+    """Float32 memory in huge pages where there are any: the way back jumps through tens of megabytes."""
+    size = 4 * math.prod(shape)
+    region = mmap.mmap(-1, size + HUGE_PAGE)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel may be built without them
+            region.madvise(mmap.MADV_HUGEPAGE)
+    found = np.frombuffer(region, np.uint8)
+    start = -found.ctypes.data % HUGE_PAGE
+    return found[start : start + size].view(np.float32).reshape(shape)
 
 
 def _book(table: Tensor, k_bits: int, l_bits: int) -> np.ndarray:
@@ -237,14 +284,15 @@ class CpuBackend:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # the work memory is shared by all calls
-        self._work: tuple[tuple[int, ...], np.ndarray, np.ndarray] | None = None
+        self._work: tuple[tuple[int, ...], tuple[np.ndarray, ...]] | None = None
 
-    def _work_memory(self, workers: int, slots: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    def _work_memory(self, workers: int, slots: int, rows: int) -> tuple[np.ndarray, ...]:
         shape = (workers, slots, rows)
         if self._work is None or self._work[0] != shape:
             self._work = None
-            self._work = (shape, _aligned(workers, slots, rows, LANES), _aligned(workers, 2, rows, LANES))
-        return self._work[1:]
+            sizes = (slots, rows), (2, rows), (2, 1 << LOCAL_BITS)
+            self._work = (shape, tuple(_memory(workers, *size, LANES) for size in sizes))
+        return self._work[1]
 
     def encode_tiles(self, tiles: Tensor, bits: float, codebook: str = "mul1") -> Tensor:
         """Find for every tile the tail-biting path of least squared error.
@@ -260,6 +308,13 @@ class CpuBackend:
         states = np.empty((groups, LANES, RING), np.uint16)
         with self._lock:
             workers = numba.get_num_threads()
-            kept, scratch = self._work_memory(workers, RING // layout.every, layout.rows)
-            _encode(lanes, layout.books, layout.table, layout.new_bits, layout.every, kept, scratch, states)
+            memory = self._work_memory(workers, RING // layout.every, layout.rows)
+
+            def work(worker: int) -> None:
+                own = [part[worker] for part in memory]
+                for group in range(worker, groups, workers):
+                    _ring(lanes[group], layout.books, layout.table, layout.new_bits, layout.every, *own, states[group])
+
+            with ThreadPoolExecutor(workers) as pool:
+                list(pool.map(work, range(workers)))
         return torch.from_numpy(states).view(-1, RING)[:count]
