@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from pathlib import Path
 from ...errors import EncodeError
 
 log = logging.getLogger(__name__)
+
+_IMPORT = threading.Lock()  # cuda.core shows itself half made to a thread that imports it beside another
 
 _GUARD, _LOCKS = threading.Lock(), {}
 
@@ -81,7 +84,8 @@ def compiler() -> tuple[str, str]:
 def _with_nvrtc(source: str, arch: str, defines: Mapping[str, int]) -> Cubin:
     import io
 
-    from cuda.core import Program, ProgramOptions
+    with _IMPORT:
+        from cuda.core import Program, ProgramOptions
 
     options = ProgramOptions(
         arch=arch,
