@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import tempfile
 import threading
-import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
