@@ -4,17 +4,20 @@ The weights come from outside, so the same arithmetic serves a BF16 source, an E
 slice of it. `N` is a number of rows (tokens), `S` the rows of one sequence, `T` the keys it can look at.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from keys35.glm.attention import LayerCache, attention
+from keys35.glm.attention import QUERY_ROWS, LayerCache, attention
 from keys35.glm.block import Block, LayerWeights, Observer, sum_shares, wide
 from keys35.glm.config import GlmConfig
 
 Linear = Callable[[Tensor], Tensor]
+
+SCORES = {"cpu": 1 << 22, "cuda": 1 << 27}
+"""Attention scores made at a time where windows are short: what a processor's cache holds, what keeps a GPU busy."""
 
 
 @torch.no_grad()
@@ -33,18 +36,21 @@ def decoder_layer(
 
     windows: states (S, d), lengths may differ. selections: per window the previous layer's DSA selection,
     bool (S, T), or None for "every earlier key". caches: one per window when decoding step by step. reduce:
-    sums the ranks' shares of an output, called once per window for attention and once for the MLP. Attention runs
-    window by window, the MLP over all rows at once, so each expert's weights are asked for only once.
+    sums the ranks' shares of an output, called once per run of windows for attention and once for the MLP. Attention
+    takes a few windows of one length at a time, the MLP all rows at once, so each expert's weights are asked for only
+    once.
     """
     block = Block(config, layer, weights, observer or Observer(), reduce)
     states, chosen, places = [], [], []
-    for index, (x, selection) in enumerate(zip(windows, selections, strict=True)):
-        cache = caches[index] if caches else None
-        where = _places(index, cache.length if cache else 0, len(x))
-        h = block.norm("input_layernorm", x)
-        mixed, selection = attention(block, h, selection, where, cache)
-        states.append(x + mixed.to(x.dtype))
-        chosen.append(selection)
+    for run in _runs(config, windows, selections, alone=caches is not None):
+        cache = caches[run.start] if caches else None
+        x, selection = torch.stack(windows[run.start : run.stop]), selections[run.start]
+        if selection is not None:
+            selection = torch.stack(selections[run.start : run.stop])
+        where = _places(run, cache.length if cache else 0, x.shape[1])
+        mixed, selection = attention(block, block.norm("input_layernorm", x), selection, where, cache)
+        states += (x + mixed.to(x.dtype)).unbind()
+        chosen += [None] * len(run) if selection is None else selection.unbind()
         places.append(where)
     rows = torch.cat(states)
     h = block.norm("post_attention_layernorm", rows)
@@ -52,9 +58,23 @@ def decoder_layer(
     return list(rows.split([len(x) for x in states])), chosen
 
 
-def _places(sequence: int, start: int, count: int) -> Tensor:
-    positions = torch.arange(start, start + count)
-    return torch.stack([torch.full_like(positions, sequence), positions], 1)
+def _runs(
+    config: GlmConfig, windows: Sequence[Tensor], selections: Sequence[Tensor | None], alone: bool
+) -> Iterator[range]:
+    """Neighbouring windows that attention takes together: alike, and few enough for `SCORES`; or each alone."""
+    start = 0
+    while start < len(windows):
+        x, chosen, stop = windows[start], selections[start] is None, start + 1
+        one = config.num_attention_heads * min(len(x), QUERY_ROWS) * len(x)
+        last = start + (1 if alone else max(1, SCORES[x.device.type] // one))
+        while stop < min(last, len(windows)) and len(windows[stop]) == len(x) and chosen is (selections[stop] is None):
+            stop += 1
+        yield range(start, stop)
+        start = stop
+
+
+def _places(sequences: range, start: int, count: int) -> Tensor:
+    return torch.cartesian_prod(torch.arange(sequences.start, sequences.stop), torch.arange(start, start + count))
 
 
 def gated_mlp(x: Tensor, gate: Linear, up: Linear, down: Linear) -> Tensor:
