@@ -144,11 +144,12 @@ def _attend(
 ) -> Tensor:
     """Keys and values expanded from the latents; queries are positions 0..S-1. Returns (B, S, heads * dv)."""
     k_nope, value = torch.einsum("btr,hor->bhto", latent, kv_b).split([config.qk_nope_head_dim, config.v_head_dim], -1)
+    key = torch.cat([k_nope, k_rope.unsqueeze(1).expand(-1, k_nope.shape[1], -1, -1)], -1)
+    query = torch.cat([q_nope, q_rope], -1)
     outputs = []
     for begin in range(0, q_nope.shape[1], QUERY_ROWS):
         part = slice(begin, begin + QUERY_ROWS)
-        score = torch.einsum("bshd,bhtd->bhst", q_nope[:, part], k_nope)
-        score = score + torch.einsum("bshd,btd->bhst", q_rope[:, part], k_rope)
+        score = torch.einsum("bshd,bhtd->bhst", query[:, part], key)
         share = _softmax(config, score, None if selection is None else selection[:, part], begin)
         outputs.append(torch.einsum("bhst,bhtv->bshv", share.to(value.dtype), value))
     return torch.cat(outputs, 1).flatten(2)
@@ -177,5 +178,5 @@ def _softmax(config: GlmConfig, score: Tensor, selection: Tensor | None, first: 
     hidden = _future(first, *score.shape[2:], score.device)
     if selection is not None:
         hidden = (hidden | ~selection).unsqueeze(1)
-    score = wide(score) * config.qk_head_dim**-0.5
-    return score.masked_fill(hidden, float("-inf")).softmax(-1)
+    score = wide(score).mul_(config.qk_head_dim**-0.5)  # in place: the largest tensor here is nobody else's
+    return score.masked_fill_(hidden, float("-inf")).softmax(-1)
