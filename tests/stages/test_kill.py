@@ -1,13 +1,15 @@
 """kill -9 in every stage, then the same command: finished work is kept and the bytes are the same."""
 
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
 
 from small import digest, recipe_file
+
+from keys35.cli import main
 
 # (unit that must just have been finished, stage it falls into)
 MOMENTS = [
@@ -23,16 +25,33 @@ MOMENTS = [
 ]
 
 
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["keys35.cli", "keys35.stages.pipeline", "keys35.exl3.viterbi.cpu"])
+
+
+def command(arguments):
+    """`keys35` as a process of its own, leader of a group with its ranks; what it imports is there already."""
+    os.setsid()
+    sys.argv = ["keys35", *arguments]
+    main()
+
+
 def start(source, recipe, work, out):
-    command = [sys.executable, "-m", "keys35.cli", "run", str(source), "--recipe", str(recipe)]
-    command += ["--work", str(work), "--out", str(out)]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
+    arguments = ["--quiet", "run", str(source), "--recipe", str(recipe)]
+    process = SERVER.Process(target=command, args=([*arguments, "--work", str(work), "--out", str(out), "--tp", "2"],))
+    process.start()
+    return process
+
+
+def finish(process):
+    process.join(timeout=300)
+    assert process.exitcode == 0
 
 
 def wait_for(process, path):
     """Until a file exists; the moment just after a unit is the start of the next one."""
     while not path.exists():
-        assert process.poll() is None, f"ended before {path}"
+        assert process.exitcode is None, f"ended before {path}"
         time.sleep(0.02)
     time.sleep(0.15)
 
@@ -54,15 +73,14 @@ def test_killed_in_every_stage(source, small, tmp_path):
     recipe = recipe_file(tmp_path / "small.toml", small)
     work, out = tmp_path / "work", tmp_path / "out"
     whole = tmp_path / "whole"
-    assert start(source, recipe, tmp_path / "whole-work", whole).wait(timeout=300) == 0
+    finish(start(source, recipe, tmp_path / "whole-work", whole))
     for unit, _ in MOMENTS:
         process = start(source, recipe, work, out)
         wait_for(process, mark(work, unit))
         receipts = dates(work)
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    process = start(source, recipe, work, out)
-    assert process.wait(timeout=300) == 0
+        process.join()
+    finish(start(source, recipe, work, out))
     assert [p.name for p, t in receipts.items() if p.stat().st_mtime_ns != t] == []
     assert digest(out) == digest(whole)
     events = [json.loads(line)["event"] for line in (work / "log.jsonl").read_text().splitlines()]

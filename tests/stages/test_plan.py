@@ -33,7 +33,7 @@ def test_predicted_bytes_are_the_written_bytes(finished):
 
 
 def test_predicted_rank_bytes_are_the_read_bytes(finished):
-    found = plan(finished.source, finished.recipe)
+    found = plan(finished.source, finished.recipe, tp=2)
     for rank in finished.result["validation"]["ranks"]:
         assert rank["bytes_read"] == pytest.approx(found.rank_bytes, rel=0.02)
 

@@ -44,7 +44,7 @@ def made(request, model, tmp_path_factory):
     root = tmp_path_factory.mktemp(request.param)
     recipe = lean(request.param)
     with open_job(model, recipe, root / "work") as job:
-        result = run(job, root / "out", Progress(), tp=4)
+        result = run(job, root / "out", Progress(), tp=2)
     return request.param, recipe, root, result
 
 
