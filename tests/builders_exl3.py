@@ -55,12 +55,12 @@ def _random(rule: TensorRule, generator: torch.Generator) -> Tensor:
 
 
 def random_exl3(
-    shape: tuple[int, int], bits: int, generator: torch.Generator, scale: float
+    shape: tuple[int, int], bits: float, generator: torch.Generator, scale: float
 ) -> dict[str, Tensor]:
     """Legal parts of an EXL3 linear with `shape` (in, out), decoding to noise of about `scale` rms."""
     k, n = shape
     words = torch.randint(
-        -32768, 32768, (k // 16, n // 16, 16 * bits), generator=generator, dtype=torch.int16
+        -32768, 32768, (k // 16, n // 16, int(16 * bits)), generator=generator, dtype=torch.int16
     )
     suh, svh = (torch.randint(0, 2, (size,), generator=generator) * 2.0 - 1.0 for size in shape)
     return {"trellis": words, "suh": (suh * scale).half(), "svh": svh.half(), "mul1": marker_tensor("mul1")}

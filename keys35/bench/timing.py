@@ -17,3 +17,22 @@ def milliseconds(run: Callable[[], Any], times: int = 7) -> float:
         end.record()
     torch.cuda.synchronize()
     return statistics.median(begin.elapsed_time(end) for begin, end in marks)
+
+
+def graph_ms(run: Callable[[], Any], times: int = 9) -> float:
+    """Median milliseconds of a call captured as a graph, which leaves out Python's share of many small launches."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return milliseconds(graph.replay, times)
+
+
+def attempt(run: Callable[[], Any]) -> Any:
+    """A variant that fails is a result too."""
+    try:
+        return run()
+    except Exception as error:
+        torch.cuda.synchronize()
+        return f"{type(error).__name__}: {error}"[:300]

@@ -32,9 +32,9 @@ class PackedLinears:
         [self.codebook] = books
         trellises = [trellis for trellis, _, _ in self.parts]
         self.shapes = [(t.shape[0] * TILE, t.shape[1] * TILE) for t in trellises]
-        whole = all(bits_of(t.shape).is_integer() for t in trellises)
+        self.wide = max(bits_of(t.shape) for t in trellises) > 4
         device = trellises[0].device
-        self.on_gpu = device.type == "cuda" and whole and usable(device.index)
+        self.on_gpu = device.type == "cuda" and usable(device.index)
         if self.on_gpu:
             from .gpu.packed import describe
 
@@ -75,7 +75,9 @@ class PackedLinears:
             from .gpu.packed import matvec
 
             chosen = torch.tensor(which, dtype=torch.int32).to(x.device)
-            return matvec(self.table, chosen, x.float().contiguous(), self.shapes[which[0]][1], self.codebook)
+            return matvec(
+                self.table, chosen, x.float().contiguous(), self.shapes[which[0]][1], self.codebook, wide=self.wide
+            )
         return torch.stack([self._multiply(index, row) for index, row in zip(which, x.float(), strict=True)])
 
     def _multiply(self, index: int, row: Tensor) -> Tensor:
@@ -98,7 +100,7 @@ class PackedLinears:
             from .gpu.packed import experts
 
             arguments = (chosen.int().contiguous(), weights.float().contiguous(), x.float().contiguous())
-            return experts(self.table, *arguments, self.shapes[0][1], self.codebook)
+            return experts(self.table, *arguments, self.shapes[0][1], self.codebook, wide=self.wide)
         out = torch.zeros(x.shape, device=x.device)
         for token, (row, ids) in enumerate(zip(x.float(), chosen.tolist(), strict=True)):
             for slot, expert in enumerate(ids):

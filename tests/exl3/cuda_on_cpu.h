@@ -16,9 +16,11 @@ struct uint2 { u32 x, y; };
 struct alignas(16) uint4 { u32 x, y, z, w; };
 struct float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
+inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+using std::max;
 using std::min;
 struct Index { unsigned x = 0, y = 0, z = 0; };
 
@@ -73,6 +75,13 @@ inline float __shfl_xor_sync(u32, float x, int step) {
 inline int __shfl_xor_sync(u32 mask, int x, int step) {
     float y; memcpy(&y, &x, 4); y = __shfl_xor_sync(mask, y, step); memcpy(&x, &y, 4); return x;
 }
+inline u32 __shfl_sync(u32, u32 x, int from) {
+    warp().laid[threadIdx.x % 32][0] = x;
+    warp_waits();
+    x = warp().laid[from][0];
+    warp_waits();
+    return x;
+}
 inline u32 __byte_perm(u32 a, u32 b, u32 pick) {
     const uint64_t both = (uint64_t)b << 32 | a;
     u32 r = 0;
@@ -105,7 +114,23 @@ inline float4 load_fresh(const float* p) { return *reinterpret_cast<const float4
 inline void copy_ahead(void* to, const void* from) { memcpy(to, from, 16); }
 inline void close_group() {}
 template <int OPEN> inline void wait_for_all_but() {}
-inline void store_whole(void* p, uint4 v) { memcpy(p, &v, 16); }
+inline void store_away(void* p, uint2 v) { memcpy(p, &v, 8); }
+inline void will_read(const void*) {}
+inline void load_transposed(u32 (&b)[4], const void* row) {
+    const u32 lane = threadIdx.x % 32;
+    memcpy(warp().laid[lane], &row, sizeof row);
+    warp_waits();
+    for (int i = 0; i < 4; ++i) {
+        u16 halves[2];
+        for (int k = 0; k < 2; ++k) {
+            const u16* from;
+            memcpy(&from, warp().laid[8 * i + lane % 4 * 2 + k], sizeof from);
+            halves[k] = from[lane / 4];
+        }
+        memcpy(&b[i], halves, 4);
+    }
+    warp_waits();
+}
 
 // Everyone's operands, then each lane's four sums: PER values a word, `value` reads them.
 template <int PER, class T, class A, class B> void mma(T (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, A of_a, B of_b) {

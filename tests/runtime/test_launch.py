@@ -1,5 +1,6 @@
 """Four ranks against one process, and what happens when a rank fails."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -9,6 +10,8 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from subprocess import Popen, run
 
 import pytest
@@ -65,15 +68,29 @@ def test_two_ranks_make_the_same_bits_in_bfloat16(packed, panel, reference, tmp_
     assert all(torch.equal(one, two) for one, two in zip(*logits, strict=True))
 
 
+@contextlib.contextmanager
+def soon() -> Iterator[None]:
+    """What fails says so within 30 seconds, the start of the ranks included."""
+    started = time.monotonic()
+    yield
+    took = time.monotonic() - started
+    print(f"{took:.1f} s")
+    assert took < 30
+
+
+def assert_every_rank_says(out: Path, words: dict[int, str]) -> None:
+    for rank, word in words.items():
+        assert word in json.loads((out / f"rank-{rank}.error.json").read_text())["message"]
+
+
 def test_a_truncated_shard_is_named_by_its_rank(packed, panel, reference, tmp_path):
     for rank in range(2):
         shutil.copytree(packed.root, tmp_path / f"copy-{rank}")
     shard = sorted((tmp_path / "copy-1").glob("*.safetensors"))[1]
     os.truncate(shard, shard.stat().st_size - 1000)
-    started = time.monotonic()
-    with pytest.raises(RankError, match=f"rank 1 of 2: .*{shard.name}"):
+    with soon(), pytest.raises(RankError, match=f"rank 1 of 2: .*{shard.name}"):
         run_panel(str(tmp_path / "copy-{rank}"), panel, reference.root, 2, tmp_path / "out", device="cpu", limit_s=120)
-    assert time.monotonic() - started < 60
+    assert_every_rank_says(tmp_path / "out", {1: shard.name})
 
 
 @pytest.mark.parametrize("file", ["eval-prose.txt", "eval-code.txt"])
@@ -177,16 +194,9 @@ def test_a_rank_with_another_checkpoint_is_refused(packed, panel, reference, tmp
         byte = file.read(1)[0]
         file.seek(-1, os.SEEK_END)
         file.write(bytes([byte ^ 1]))
-    with pytest.raises(RankError, match=r"ranks \[1\] opened another checkpoint"):
-        run_panel(
-            str(tmp_path / "copy-{rank}"),
-            panel,
-            reference.root,
-            2,
-            tmp_path / "out",
-            device="cpu",
-            limit_s=120,
-        )
+    with soon(), pytest.raises(RankError, match=r"ranks \[1\] opened another checkpoint"):
+        run_panel(str(tmp_path / "copy-{rank}"), panel, reference.root, 2, tmp_path / "out", device="cpu", limit_s=120)
+    assert_every_rank_says(tmp_path / "out", {0: "another checkpoint", 1: "another checkpoint"})
 
 
 def test_a_killed_rank_is_named_and_nobody_hangs(packed, panel, reference, tmp_path):
@@ -198,10 +208,8 @@ def test_a_killed_rank_is_named_and_nobody_hangs(packed, panel, reference, tmp_p
 
     killer = threading.Thread(target=kill, daemon=True)
     killer.start()
-    started = time.monotonic()
-    with pytest.raises(RankError, match="rank 1 of 2 was killed by signal 9"):
+    with soon(), pytest.raises(RankError, match="rank 1 of 2 was killed by signal 9"):
         run_panel(packed.root, panel, reference.root, 2, tmp_path, device="cpu", limit_s=120)
-    assert time.monotonic() - started < 60
 
 
 def test_a_port_in_use_is_refused(packed, panel, reference, tmp_path):
@@ -209,7 +217,7 @@ def test_a_port_in_use_is_refused(packed, panel, reference, tmp_path):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(RankError, match=f"port {port} cannot be used"):
+        with soon(), pytest.raises(RankError, match=f"port {port} cannot be used"):
             run_panel(packed.root, panel, reference.root, 2, tmp_path, device="cpu", port=port)
 
 

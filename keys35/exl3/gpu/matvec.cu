@@ -1,17 +1,19 @@
 // Vectors times encoded matrices, straight from the trellis: one linear after another, or a layer's chosen experts whole.
 //
-// A block takes a slice of a matrix's inputs and a range of its outputs. It scales and rotates its slice of the vector, cuts
-// it into two limbs, and keeps them in shared memory the way tensor cores want them: a weight's word is four bytes
-// (mul1) or two halves that add up to its value, so each limb stands there four times or twice, and the product with
-// the word adds them up. The word itself, fresh from its hash, is the other operand. mul1: 16-bit integers, sums exact in
-// int32; mcg and 3inst: pairs of halves, sums float32. The parts of different slices are added in a fixed order, so
-// results repeat to the last bit. Packed words come by asynchronous copies, several steps ahead. Against the codebook's definition a value lacks its rounding to a half (about 1e-4).
-// Defines: CODEBOOK, COLUMNS (tiles a warp takes side by side), UNROLL (tiles below each other), BLOCKS (a multiprocessor),
-// RING (bytes of packed words a warp holds).
+// Work is cut into units: a few slabs of inputs (SIDE * deep each, one a warp) times 128 outputs. A warp scales and
+// rotates its slab of the vector, cuts it into two limbs, and keeps them in shared memory the way tensor cores want them: a
+// weight's word is four bytes (mul1) or two halves that add up to its value, so each limb stands there four times or twice,
+// and the product with the word adds them up. The word itself, fresh from its hash, is the other operand. mul1: 16-bit
+// integers, sums exact in int32; mcg and 3inst: pairs of halves, sums float32. Packed words come by asynchronous copies,
+// several steps ahead, the next unit's before this one's sums are put away. Whoever puts away the last part of 128 outputs
+// adds them all up, in a fixed order, so results repeat to the last bit; nobody else waits, except for the activations
+// between an expert's products. Against the codebook's definition a value lacks its rounding to a half (about 1e-4).
+// Defines: CODEBOOK, EXPERTS (which of the two kernels), WIDE (widths over 4, too), COLUMNS (tiles a warp takes side by
+// side), BLOCKS (a multiprocessor), RING (bytes of packed words a warp holds).
 
 #include "stream.cuh"
 
-constexpr int SIDE = 128, WARPS = 8, THREADS = 32 * WARPS, LARGEST_SLICE = WARPS * SIDE;
+constexpr int SIDE = 128, WARPS = 8, THREADS = 32 * WARPS;
 constexpr float ROOT = 0.08838834764831845f;   // 1 / sqrt(128)
 
 #if CODEBOOK == 0
@@ -20,13 +22,28 @@ typedef int Sum;
 typedef float Sum;
 #endif
 
-// What a block holds of its slice. limbs[tile][limb][q]: the limb of rows 2q, 2q+1, 2q+8, 2q+9.
+// limbs[warp][pair of tiles][half][limb][lane % 4]: the limb of half of a lane's eight rows of the two tiles.
 struct Shared {
     uint4 words[WARPS][RING / 16];
-    uint4 limbs[LARGEST_SLICE / 16][2][4];
-    uint4 nothing;
-    float reach[WARPS];
-    int total[WARPS];
+    uint4 limbs[WARPS][4 * DEEPEST][2][2][4];
+    float sums[2][WARPS][SIDE];
+};
+
+// How a matrix is cut: a unit has `together` slabs of `deep` * SIDE inputs, and SIDE outputs.
+struct Cut {
+    int deep, together, share, slices, across;   // share: tiles of outputs of a warp
+    __device__ __forceinline__ Cut(int rows, int columns, int deep, int together)
+        : deep(deep), together(together), share(max(COLUMNS, together)), slices(rows / SIDE / deep / together), across(columns / SIDE) {}
+    __device__ __forceinline__ int units() const { return slices * across; }
+};
+
+struct Unit {
+    Linear linear;
+    float* parts;      // of the matrix: [slices][columns]
+    float weight;      // of its outputs
+    int slice, block;  // of inputs and of outputs
+    int owner;         // what the kernel knows it by
+    Cut cut;
 };
 
 // H128 / sqrt(128) of a row of 128 whose elements 4 lane .. 4 lane + 3 a lane holds.
@@ -48,52 +65,60 @@ __device__ __forceinline__ float4 times(float4 v, const u16* scale) {   // four 
     return make_float4(v.x * float_of(s.x), v.y * float_of(s.x >> 16), v.z * float_of(s.y), v.w * float_of(s.y >> 16));
 }
 
-// The slice's rotated inputs as limbs; returns the unit of the integers, and their sum in `total`. A warp does 128 inputs.
-__device__ __noinline__ float prepare(Shared& shared, const float* x, const u16* suh, int rows, int& total) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, place = warp * SIDE + 4 * lane;
-    const bool mine = warp * SIDE < rows;
-    float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
-    if (mine) v = rotate(times(load_fresh(x + place), suh + place));
-    float reach = fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
-    #pragma unroll
-    for (int step = 16; step; step /= 2) reach = fmaxf(reach, __shfl_xor_sync(0xffffffffu, reach, step));
-    __syncthreads();   // the last item's limbs are no longer needed
-    if (!threadIdx.x) shared.nothing = make_uint4(0, 0, 0, 0);
-    if (!lane) shared.reach[warp] = reach;
-    __syncthreads();
-    #pragma unroll
-    for (int w = 0; w < WARPS; ++w) reach = fmaxf(reach, shared.reach[w]);
-    const float unit = reach > 0.f ? reach / 32512.f : 1.f, inverse = 1.f / unit;
+// What turns a warp's integer sums into outputs.
+struct Scale { float unit, offset; };
 
-    const float y[4] = {v.x * inverse, v.y * inverse, v.z * inverse, v.w * inverse};
-    int sum = 0;
+// A warp's slab of rotated inputs as limbs.
+template <class Work> __device__ __forceinline__ Scale prepare(Shared& shared, const Work& work, const Unit& unit, int row) {
+    const int deep = unit.cut.deep, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    float y[DEEPEST][4], reach = 0.f;
     #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const int row = place % 16 + i, q = row / 2 % 4, slot = row % 2 + row / 8 * 2;
-        u32 high, low;
-#if CODEBOOK == 0
-        const int whole = __float2int_rn(y[i]), upper = whole + 128 >> 8;
-        sum += whole;
-        high = (upper & 0xff) * 0x01010101u;
-        low = (whole - upper * 256 & 0xff) * 0x01010101u;
-#else
-        high = pack_half(y[i], y[i]);
-        const float rest = y[i] - float_of(high);
-        low = pack_half(rest, rest);
-#endif
-        if (mine) {
-            reinterpret_cast<u32*>(&shared.limbs[place / 16][0][q])[slot] = high;
-            reinterpret_cast<u32*>(&shared.limbs[place / 16][1][q])[slot] = low;
-        }
+    for (int d = 0; d < DEEPEST; ++d) {
+        if (d >= deep) break;
+        const float4 v = rotate(times(work.inputs(unit, row + d * SIDE + 4 * lane), unit.linear.suh + row + d * SIDE + 4 * lane));
+        y[d][0] = v.x; y[d][1] = v.y; y[d][2] = v.z; y[d][3] = v.w;
+        #pragma unroll
+        for (int i = 0; i < 4; ++i) reach = fmaxf(reach, fabsf(y[d][i]));
     }
     #pragma unroll
-    for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-    if (!lane) shared.total[warp] = sum;
-    __syncthreads();
-    total = 0;
+    for (int by = 16; by; by /= 2) reach = fmaxf(reach, __shfl_xor_sync(0xffffffffu, reach, by));
+    const float step = reach > 0.f ? reach / 32512.f : 1.f, inverse = 1.f / step;
+    int total = 0;
+    __syncwarp();   // the last unit's limbs are no longer needed
     #pragma unroll
-    for (int w = 0; w < WARPS; ++w) total += shared.total[w];
-    return unit;
+    for (int d = 0; d < DEEPEST; ++d) {
+        if (d >= deep) break;
+        u32 limb[2][4];
+        #pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float scaled = y[d][i] * inverse;
+#if CODEBOOK == 0
+            const int whole = __float2int_rn(scaled), upper = whole + 128 >> 8;
+            total += whole;
+            limb[0][i] = (upper & 0xff) * 0x01010101u;
+            limb[1][i] = (whole - upper * 256 & 0xff) * 0x01010101u;
+#else
+            limb[0][i] = pack_half(scaled, scaled);
+            const float rest = scaled - float_of(limb[0][i]);
+            limb[1][i] = pack_half(rest, rest);
+#endif
+        }
+        // Rows 4 lane .. 4 lane + 3 of the 128: a tile's fourth, half of it in each of a reader's two quadruples.
+        const int pair = 4 * d + lane / 8, q = lane / 4 % 2 * 2 + lane % 2, half = lane / 2 % 2;
+        #pragma unroll
+        for (int l = 0; l < 2; ++l)
+            #pragma unroll
+            for (int i = 0; i < 2; ++i)
+                reinterpret_cast<uint2*>(&shared.limbs[warp][pair][i][l][q])[half] = make_uint2(limb[l][2 * i], limb[l][2 * i + 1]);
+    }
+    #pragma unroll
+    for (int by = 16; by; by /= 2) total += __shfl_xor_sync(0xffffffffu, total, by);
+    __syncwarp();
+#if CODEBOOK == 0
+    return {step * STEP, step * FLOOR * total};
+#else
+    return {step, 0.f};
+#endif
 }
 
 __device__ __forceinline__ void multiply(Sum (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
@@ -104,238 +129,312 @@ __device__ __forceinline__ void multiply(Sum (&d)[4], u32 a0, u32 a1, u32 a2, u3
 #endif
 }
 
-// A warp's COLUMNS x (rows / 16) tiles, a step of a few rows of them at a time, through its ring of packed words.
-template <int K> struct Strip {
-    static constexpr int DEEP = K <= 4 ? UNROLL : (UNROLL + 1) / 2;   // rows of tiles a step
-    static constexpr int ROW = COLUMNS * Stream<K>::TILE, STEP = DEEP * ROW;   // words
-    static constexpr int FIT = RING / 4 / STEP, STEPS = FIT < 2 ? 2 : FIT > 8 ? 8 : FIT;
-    static_assert(STEPS * STEP * 4 <= RING, "the ring holds two steps");
+__device__ __forceinline__ float value(Sum high, Sum low, Scale scale) {
+#if CODEBOOK == 0
+    return scale.unit * (256.f * high + low) + scale.offset;
+#else
+    return scale.unit * (high + low);
+#endif
+}
 
-    u32* ring;
-    const u32* from;
-    long long row_words;
-    int steps, lane;
+// A warp's share of a unit, a step at a time: COLUMNS tiles side by side, as deep as the slab. Packed words come through a ring.
+template <int H> struct Strip {
+    static constexpr int SIDE_BY_SIDE = 2 * DEEPEST * COLUMNS * 128 * H <= RING ? COLUMNS : 1;
+    static constexpr int ROW = SIDE_BY_SIDE * H;   // 16 bytes each
+    static constexpr int AT_ONCE = ROW > 32 ? 0 : 32 / ROW >= 8 ? 8 : 32 / ROW >= 4 ? 4 : 32 / ROW >= 2 ? 2 : 1;   // rows a copy takes
+    static constexpr int STEP = 8 * DEEPEST * ROW, FIT = RING / 16 / STEP, STEPS = FIT < 2 ? 2 : FIT > 6 ? 6 : FIT;
+    static_assert(AT_ONCE && STEPS * STEP * 16 <= RING, "the ring holds two steps");
 
-    __device__ __forceinline__ Strip(Shared& shared, const u32* first, long long words, int rows)
-        : ring(reinterpret_cast<u32*>(shared.words[threadIdx.x / 32])), from(first), row_words(words),
-          steps(rows / 16 / DEEP), lane(threadIdx.x % 32) {}
+    typedef Window<H, 16> Sixteen;
 
-    __device__ __forceinline__ void fetch(int step, int place) const {
-        if (step < steps)
+    uint4* ring;
+    const u32* from;          // what the lane copies next
+    int jump, deep, left;     // words between the rows of its copies; steps not yet fetched
+
+    __device__ __forceinline__ Strip(Shared& shared, const Unit& unit) : ring(shared.words[threadIdx.x / 32]) {
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tiles = unit.linear.columns / 16, words = tiles * 4 * H;
+        const int first = warp / unit.cut.together * unit.cut.share, slab = unit.slice * unit.cut.together + warp % unit.cut.together;
+        deep = unit.cut.deep;
+        from = unit.linear.trellis + (long long)(slab * deep * 8 + lane / ROW) * words + (unit.block * 8 + first) * 4 * H + lane % ROW * 4;
+        jump = AT_ONCE * words;
+        left = first < 8 ? unit.cut.share / SIDE_BY_SIDE : 0;
+    }
+
+    __device__ __forceinline__ void fetch(int place) {
+        const int lane = threadIdx.x % 32;
+        if (left > 0 && (AT_ONCE * ROW == 32 || lane < AT_ONCE * ROW))
             #pragma unroll
-            for (int u = 0; u < DEEP; ++u)
-                #pragma unroll
-                for (int i = 0; i < (ROW + 127) / 128; ++i)
-                    if (ROW % 128 == 0 || 4 * (lane + 32 * i) < ROW)
-                        copy_ahead(ring + place * STEP + u * ROW + 4 * (lane + 32 * i),
-                                   from + (step * DEEP + u) * row_words + 4 * (lane + 32 * i));
+            for (int i = 0; i < 8 * DEEPEST / AT_ONCE; ++i)
+                if (i < 8 / AT_ONCE || deep == DEEPEST)
+                    copy_ahead(ring + place * STEP + i * AT_ONCE * ROW + lane, from + (long long)i * jump);
         close_group();
+        from += ROW * 4;
+        --left;
     }
 
-    __device__ __forceinline__ void begin() const {
+    __device__ __forceinline__ void begin() {
+        #pragma unroll 1
+        for (int step = 0; step < STEPS - 1; ++step) fetch(step);
+    }
+
+    // Eight rows of tiles. Of column g, sums[c][0] and [1] get the two limbs' products, of column g + 8 [2] and [3], in lanes with q = 0.
+    // b and d are zero in lanes whose columns of the limbs are.
+    static __device__ __forceinline__ void multiply_rows(const Sixteen& window, const u32* const (&words)[Sixteen::WORDS],
+                                                         const uint4* limbs, uint4& b, uint4& d, Sum (&sums)[SIDE_BY_SIDE][SETS][4]) {
         #pragma unroll
-        for (int step = 0; step < STEPS - 1; ++step) fetch(step, step);
+        for (int p = 0; p < 4; ++p) {
+            if (threadIdx.x % 32 < 8) {
+                b = limbs[16 * p];
+                d = limbs[16 * p + 8];
+            }
+            #pragma unroll
+            for (int c = 0; c < SIDE_BY_SIDE; ++c) {
+                u32 w[Sixteen::WORDS], s[16];
+                #pragma unroll
+                for (int j = 0; j < Sixteen::WORDS; ++j) w[j] = words[j][p * 8 * ROW + c * Sixteen::TILE];
+                window.states(w, s);
+                #pragma unroll
+                for (int i = 0; i < 16; ++i) s[i] = word_of(s[i]);
+                multiply(sums[c][0], s[0], s[4], s[1], s[5], b.x, b.y);
+                multiply(sums[c][SETS - 1], s[2], s[6], s[3], s[7], b.z, b.w);
+                multiply(sums[c][0], s[8], s[12], s[9], s[13], d.x, d.y);
+                multiply(sums[c][SETS - 1], s[10], s[14], s[11], s[15], d.z, d.w);
+            }
+        }
     }
 
-    // Of column g, sums[c][0] and [1] get the two limbs' products, of column g + 8 [2] and [3], in lanes with q = 0.
-    __device__ __forceinline__ void product(const Shared& shared, Sum (&sums)[COLUMNS][4]) const {
-        const int g = lane / 4, q = lane % 4, stride = g < 2 ? 8 : 0;   // other lanes' columns of the limbs are zero
-        const uint4* limbs = g < 2 ? &shared.limbs[0][g][q] : &shared.nothing;
-        const Stream<K> stream(lane);
-        for (int step = 0, place = 0; step < steps; ++step) {
+    // After begin() of the same unit.
+    __device__ __forceinline__ void product(const Shared& shared, Scale scale, float* out) {
+        const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+        const uint4* limbs = &shared.limbs[threadIdx.x / 32][0][0][g % 2][q];
+        uint4 b = make_uint4(0, 0, 0, 0), d = b;
+        const Sixteen window(2 * g + q % 2);
+        from += (STEPS - 1) * (ROW * 4);
+        left -= STEPS - 1;
+        for (int place = 0; left > 1 - STEPS; out += 16 * SIDE_BY_SIDE) {
             wait_for_all_but<STEPS - 2>();
             __syncwarp();
-            fetch(step + STEPS - 1, place ? place - 1 : STEPS - 1);
+            fetch(place ? place - 1 : STEPS - 1);
+            Sum sums[SIDE_BY_SIDE][SETS][4] = {};
+            const u32* words[Sixteen::WORDS];   // of a pair's tile that is the lane's
             #pragma unroll
-            for (int u = 0; u < DEEP; ++u) {
-                const uint4 b = *limbs;
-                limbs += stride;
+            for (int j = 0; j < Sixteen::WORDS; ++j)
+                words[j] = reinterpret_cast<const u32*>(ring + place * STEP + q / 2 * ROW) + window.at[j];
+            #pragma unroll 1
+            for (int below = 0; below < deep; ++below) {
+                multiply_rows(window, words, limbs + below * 64, b, d, sums);
                 #pragma unroll
-                for (int c = 0; c < COLUMNS; ++c) {
-                    const u32* tile = ring + place * STEP + u * ROW + c * Stream<K>::TILE;
-                    u32 words[Stream<K>::WORDS], s[8];
-                    #pragma unroll
-                    for (int j = 0; j < Stream<K>::WORDS; ++j) words[j] = tile[stream.at[j]];
-                    stream.states(words, s);
-                    #pragma unroll
-                    for (int j = 0; j < 8; ++j) s[j] = word_of(s[j]);
-                    multiply(sums[c], s[0], s[4], s[1], s[5], b.x, b.y);
-                    multiply(sums[c], s[2], s[6], s[3], s[7], b.z, b.w);
-                }
+                for (int j = 0; j < Sixteen::WORDS; ++j) words[j] += 32 * ROW;
             }
             place = place + 1 < STEPS ? place + 1 : 0;
+            if (q == 0)
+                #pragma unroll
+                for (int c = 0; c < SIDE_BY_SIDE; ++c)
+                    #pragma unroll
+                    for (int h = 0; h < 2; ++h) {
+                        Sum high = sums[c][0][2 * h], low = sums[c][0][2 * h + 1];
+                        if (SETS > 1) { high += sums[c][SETS - 1][2 * h]; low += sums[c][SETS - 1][2 * h + 1]; }
+                        out[16 * c + 8 * h + g] = value(high, low, scale);
+                    }
         }
         wait_for_all_but<0>();
         __syncwarp();
     }
 };
 
-__device__ __forceinline__ float value(Sum high, Sum low, float unit, int total) {
-#if CODEBOOK == 0
-    return unit * (STEP * (256.f * high + low) + FLOOR * total);
+#if WIDE
+#define EVERY_WIDTH(CASE) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(10) CASE(12) CASE(14) CASE(16)
 #else
-    return unit * (high + low);
+#define EVERY_WIDTH(CASE) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
 #endif
+
+__device__ __forceinline__ void begin(Shared& shared, const Unit& unit) {
+    #define CASE(H) case H: Strip<H>(shared, unit).begin(); break;
+    switch (unit.linear.half_bits) { EVERY_WIDTH(CASE) }
+    #undef CASE
 }
 
-// How a matrix is cut: slices of `slice` inputs, ranges of 8 COLUMNS tiles of outputs.
-struct Cut {
-    int slices, ranges;
-    __device__ __forceinline__ Cut(long long rows, long long columns, int slice) {
-        slices = (rows + slice - 1) / slice;
-        ranges = (columns + WARPS * COLUMNS * 16 - 1) / (WARPS * COLUMNS * 16);
-    }
-};
-
-// One slice and range of x W, still rotated: parts[slice][columns]. `item` counts slices within ranges. Copies begin before
-// the inputs are prepared, all warps prepare, and warps beyond the last column do no more.
-template <int K> __device__ __forceinline__ void
-part_of_width(Shared& shared, const Linear& linear, const float* x, float* parts, int first, int rows, int column) {
-    const long long tiles = linear.columns / 16;
-    const Strip<K> strip(shared, linear.trellis + (first / 16 * tiles + column) * 8 * K, tiles * 8 * K, rows);
-    const bool busy = column < tiles;
-    if (busy) strip.begin();
-    int total;
-    const float unit = prepare(shared, x + first, linear.suh + first, rows, total);
-    if (!busy) return;
-    Sum sums[COLUMNS][4] = {};
-    strip.product(shared, sums);
-    const int lane = threadIdx.x % 32;
-    if (lane % 4 == 0)
-        #pragma unroll
-        for (int c = 0; c < COLUMNS; ++c)
-            #pragma unroll
-            for (int h = 0; h < 2; ++h)
-                parts[(column + c) * 16 + 8 * h + lane / 4] = value(sums[c][2 * h], sums[c][2 * h + 1], unit, total);
+__device__ __forceinline__ void product(Shared& shared, const Unit& unit, Scale scale, float* out) {
+    #define CASE(H) case H: Strip<H>(shared, unit).product(shared, scale, out); break;
+    switch (unit.linear.half_bits) { EVERY_WIDTH(CASE) }
+    #undef CASE
 }
 
-__device__ __forceinline__ void
-part_of_product(Shared& shared, const Linear& linear, const float* x, float* parts, int item, int slice, const Cut& cut) {
-    const int which = item % cut.slices, range = item / cut.slices, first = which * slice;
-    const int rows = min(slice, (int)linear.rows - first), column = (range * WARPS + threadIdx.x / 32) * COLUMNS;
-    parts += which * linear.columns;
-    #define WIDTH(K) case K: part_of_width<K>(shared, linear, x, parts, first, rows, column); break;
-    switch (linear.bits) { WIDTH(1) WIDTH(2) WIDTH(3) WIDTH(4) WIDTH(5) WIDTH(6) WIDTH(7) WIDTH(8) }
-    #undef WIDTH
-}
-
-// The slices of four outputs of a warp's block of 128, added up in order.
-__device__ __forceinline__ float4 sum_of_parts(const float* parts, long long columns, int slices, int place) {
+// A unit's outputs, the slabs' sums added up in order, rotated back and scaled, to its parts. One warp.
+__device__ __forceinline__ void put_away(const float (&sums)[WARPS][SIDE], const Unit& unit) {
+    const int place = 4 * (threadIdx.x % 32), share = 16 * unit.cut.share, at = unit.block * SIDE + place;
     float4 y = make_float4(0.f, 0.f, 0.f, 0.f);
-    for (int s = 0; s < slices; s += 4) {   // four loads under way
-        float4 v[4];
+    for (int s = 0; s < unit.cut.together; ++s) {
+        const float4 v = *reinterpret_cast<const float4*>(&sums[place / share * unit.cut.together + s][place % share]);
+        y.x += v.x; y.y += v.y; y.z += v.z; y.w += v.w;
+    }
+    y = times(rotate(y), unit.linear.svh + at);
+    *reinterpret_cast<float4*>(unit.parts + unit.slice * unit.linear.columns + at) =
+        make_float4(unit.weight * y.x, unit.weight * y.y, unit.weight * y.z, unit.weight * y.w);
+}
+
+// Whether a warp's is the last of so many arrivals; what the others wrote before theirs can be read then.
+__device__ __forceinline__ bool is_last(u32* arrived, int of) {
+    __syncwarp();
+    u32 last = 0;
+    if (threadIdx.x % 32 == 0) {
+        __threadfence();
+        last = atomicAdd(arrived, 1u) == of - 1;
+        if (last) *arrived = 0;   // for the next launch
+        __threadfence();
+    }
+    return __shfl_sync(0xffffffffu, last, 0);
+}
+
+// Four outputs' parts, `stride` apart, added up in order.
+__device__ __forceinline__ float4 sum_of_parts(const float* parts, long long stride, int count) {
+    float4 y = make_float4(0.f, 0.f, 0.f, 0.f);
+    for (int s = 0; s < count; s += 8) {   // eight loads under way
+        float4 v[8];
         #pragma unroll
-        for (int i = 0; i < 4; ++i)
-            v[i] = s + i < slices ? load_fresh(parts + (s + i) * columns + place) : make_float4(0.f, 0.f, 0.f, 0.f);
+        for (int i = 0; i < 8; ++i)
+            v[i] = s + i < count ? load_fresh(parts + (s + i) * stride) : make_float4(0.f, 0.f, 0.f, 0.f);
         #pragma unroll
-        for (int i = 0; i < 4; ++i) { y.x += v[i].x; y.y += v[i].y; y.z += v[i].z; y.w += v[i].w; }
+        for (int i = 0; i < 8; ++i) { y.x += v[i].x; y.y += v[i].y; y.z += v[i].z; y.w += v[i].w; }
     }
     return y;
 }
 
-// Rotated back and scaled.
-__device__ __forceinline__ float4 outputs(const Linear& linear, const float* parts, int slices, int place) {
-    return times(rotate(sum_of_parts(parts, linear.columns, slices, place)), linear.svh + place);
-}
+// Runs a block's share of units: every so many. Work has count, unit(n), ready(unit), inputs(unit, row) and finish(unit), and
+// lies in shared memory, as units do: the next ones are looked up while there is time.
+template <class Work> struct Everything { Shared shared; Work work; Unit units[4]; };
 
-// All blocks of the grid meet here. barrier: arrivals and rounds, both zero before the first launch ever.
-__device__ __forceinline__ void meet(u32* barrier) {
+template <class Work> __device__ __forceinline__ void run(Everything<Work>& all) {
+    const int warp = threadIdx.x / 32;
+    const Work& work = all.work;
+    if (threadIdx.x % 32 == 0 && warp < min(2, work.count)) all.units[warp] = work.unit(warp);
     __syncthreads();
-    if (!threadIdx.x) {
-        const u32 round = load_shared_by_all(barrier + 1);
-        __threadfence();
-        if (atomicAdd(barrier, 1u) == gridDim.x - 1) {
-            barrier[0] = 0;
-            __threadfence();
-            atomicAdd(barrier + 1, 1u);
-        } else {
-            while (load_shared_by_all(barrier + 1) == round) {}
-        }
-        __threadfence();
+    if (!work.count) return;
+    begin(all.shared, all.units[0]);
+    for (int n = 0; n < work.count; ++n) {
+        const Unit& unit = all.units[n % 4];
+        work.ready(unit);
+        const Scale scale = prepare(all.shared, work, unit, (unit.slice * unit.cut.together + warp % unit.cut.together) * unit.cut.deep * SIDE);
+        product(all.shared, unit, scale, all.shared.sums[n % 2][warp]);
+        if (threadIdx.x == 0 && n + 2 < work.count) all.units[(n + 2) % 4] = work.unit(n + 2);
+        const bool more = n + 1 < work.count, finishes = warp == n % WARPS;   // the others go on
+        if (more && !finishes) begin(all.shared, all.units[(n + 1) % 4]);
+        __syncthreads();
+        if (!finishes) continue;
+        put_away(all.shared.sums[n % 2], unit);
+        work.finish(unit);
+        if (more) begin(all.shared, all.units[(n + 1) % 4]);
     }
-    __syncthreads();
 }
 
-// y[i] = x[i] W[which[i]], float32, for matrices of one shape. parts: [count][slices][columns]. A cooperative launch.
+__device__ __forceinline__ int share_of(int units) { return (units - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x; }
+
+#if !EXPERTS
+struct Products {
+    const Linear* linears;
+    const int* which;
+    const float* x;
+    float *y, *parts;
+    u32* arrived;
+    int rows, columns, count;
+    Cut cut;
+
+    __device__ __forceinline__ Unit unit(int n) const {
+        const int index = n * gridDim.x + blockIdx.x, i = index / cut.units(), within = index % cut.units();
+        return {linears[which[i]], parts + (long long)i * cut.slices * columns, 1.f, within / cut.across, within % cut.across, i, cut};
+    }
+    __device__ __forceinline__ void ready(const Unit&) const {}
+    __device__ __forceinline__ float4 inputs(const Unit& unit, int row) const {
+        return load_fresh(x + (long long)unit.owner * rows + row);
+    }
+    __device__ __forceinline__ void finish(const Unit& unit) const {
+        if (!is_last(arrived + unit.owner * cut.across + unit.block, cut.slices)) return;
+        const int place = unit.block * SIDE + 4 * (threadIdx.x % 32);
+        *reinterpret_cast<float4*>(y + (long long)unit.owner * columns + place) = sum_of_parts(unit.parts + place, columns, cut.slices);
+    }
+};
+
+// y[i] = x[i] W[which[i]], float32, for matrices of one shape. parts: [count][slices][columns]; arrived: zeros, and again.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-matvec(const Linear* linears, const int* which, int count, const float* x, float* y, float* parts, u32* barrier, int slice)
+matvec(const Linear* linears, const int* which, int count, int rows, int columns, const float* x, float* y, float* parts,
+       u32* arrived, int deep, int together)
 {
-    Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared());
-    const int rows = linears[which[0]].rows, columns = linears[which[0]].columns;
-    const Cut cut(rows, columns, slice);
-    const int each = cut.slices * cut.ranges;
-    for (int item = blockIdx.x; item < count * each; item += gridDim.x) {
-        const int i = item / each;
-        part_of_product(shared, linears[which[i]], x + (long long)i * rows, parts + (long long)i * cut.slices * columns,
-                        item % each, slice, cut);
-    }
-    meet(barrier);
-    const int warp = threadIdx.x / 32, place = 4 * (threadIdx.x % 32), blocks = columns / SIDE;
-    for (int item = warp * gridDim.x + blockIdx.x; item < count * blocks; item += gridDim.x * WARPS) {
-        const int i = item / blocks, at = item % blocks * SIDE + place;
-        const float4 v = outputs(linears[which[i]], parts + (long long)i * cut.slices * columns, cut.slices, at);
-        *reinterpret_cast<float4*>(y + (long long)i * columns + at) = v;
-    }
+    auto& all = *reinterpret_cast<Everything<Products>*>(dynamic_shared());
+    const Cut cut(rows, columns, deep, together);
+    if (threadIdx.x == 0) all.work = {linears, which, x, y, parts, arrived, rows, columns, share_of(count * cut.units()), cut};
+    __syncthreads();
+    run(all);
 }
+#else
+struct Experts {
+    const Linear* linears;
+    const int* chosen;
+    const float *weights, *x;
+    float *out, *parts, *more_parts;
+    u32 *made, *arrived;   // units of gate and up that are there, of a pair; parts of 128 outputs of a token
+    int pairs, each, outer, inner, first, count;   // first: its units of gate and up
+    Cut in, back;
+
+    __device__ __forceinline__ Unit unit(int n) const {
+        if (n < first) {
+            const int index = n * gridDim.x + blockIdx.x, matrix = index / in.units(), within = index % in.units();
+            return {linears[3 * chosen[matrix / 2] + matrix % 2], parts + (long long)matrix * in.slices * inner, 1.f,
+                    within / in.across, within % in.across, matrix, in};
+        }
+        const int index = (n - first) * gridDim.x + blockIdx.x, pair = index / back.units(), within = index % back.units();
+        return {linears[3 * chosen[pair] + 2], more_parts + (long long)pair * back.slices * outer, weights[pair],
+                within / back.across, within % back.across, 2 * pairs + pair, back};
+    }
+    // A down product waits for its pair's gate and up.
+    __device__ __forceinline__ void ready(const Unit& unit) const {
+        if (unit.owner < 2 * pairs) return;
+        if (threadIdx.x % 32 == 0)
+            while (load_shared_by_all(made + unit.owner - 2 * pairs) != 2 * in.units()) {}
+        __syncwarp();
+    }
+    __device__ __forceinline__ float4 inputs(const Unit& unit, int row) const {
+        if (unit.owner < 2 * pairs) return load_fresh(x + (long long)(unit.owner / 2 / each) * outer + row);
+        const float* of = parts + (long long)(unit.owner - 2 * pairs) * 2 * in.slices * inner + row;
+        const float4 g = sum_of_parts(of, inner, in.slices), u = sum_of_parts(of + (long long)in.slices * inner, inner, in.slices);
+        return make_float4(g.x / (1.f + expf(-g.x)) * u.x, g.y / (1.f + expf(-g.y)) * u.y,
+                           g.z / (1.f + expf(-g.z)) * u.z, g.w / (1.f + expf(-g.w)) * u.w);
+    }
+    __device__ __forceinline__ void finish(const Unit& unit) const {
+        if (unit.owner < 2 * pairs) {
+            __syncwarp();
+            if (threadIdx.x % 32) return;
+            __threadfence();
+            atomicAdd(made + unit.owner / 2, 1u);
+            return;
+        }
+        const int token = (unit.owner - 2 * pairs) / each, place = unit.block * SIDE + 4 * (threadIdx.x % 32);
+        if (!is_last(arrived + token * back.across + unit.block, each * back.slices)) return;
+        *reinterpret_cast<float4*>(out + (long long)token * outer + place) =
+            sum_of_parts(more_parts + (long long)token * each * back.slices * outer + place, outer, each * back.slices);
+    }
+};
 
 // out[t] = sum over the token's pairs of weight * down(silu(gate x) * up x). Pairs (token, expert) lie token by token,
 // `each` of them a token; linears[3 e + 0, 1, 2] are gate, up and down of expert e. Every expert may have its own width.
-// parts: floats for the larger of the two products; hidden: [pairs][inner]. A cooperative launch.
+// parts: [pairs][2][slices][inner], then [pairs][slices][outer]; counters: zeros, and again, for 1, pairs and
+// tokens * outer / 128. A cooperative launch: blocks wait for each other.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-experts(const Linear* linears, const int* chosen, const float* weights, int pairs, int each, const float* x, float* out,
-        float* parts, float* hidden, u32* barrier, int slice_in, int slice_out)
+experts(const Linear* linears, const int* chosen, const float* weights, int pairs, int each, int outer, int inner,
+        const float* x, float* out, float* parts, u32* counters, int deep_in, int together_in, int deep_out, int together_out)
 {
-    Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared());
-    const int outer = linears[0].rows, inner = linears[0].columns;
-    const int warp = threadIdx.x / 32, place = 4 * (threadIdx.x % 32);
-
-    const Cut in(outer, inner, slice_in);
-    const int items = in.slices * in.ranges;
-    for (int item = blockIdx.x; item < pairs * 2 * items; item += gridDim.x) {
-        const int matrix = item / items, pair = matrix / 2;
-        part_of_product(shared, linears[3 * chosen[pair] + matrix % 2], x + (long long)(pair / each) * outer,
-                        parts + (long long)matrix * in.slices * inner, item % items, slice_in, in);
+    auto& all = *reinterpret_cast<Everything<Experts>*>(dynamic_shared());
+    const Cut in(outer, inner, deep_in, together_in), back(inner, outer, deep_out, together_out);
+    if (threadIdx.x == 0) {
+        const int first = share_of(2 * pairs * in.units());
+        all.work = {linears, chosen, weights, x, out, parts, parts + (long long)pairs * 2 * in.slices * inner, counters + 1,
+                    counters + 1 + pairs, pairs, each, outer, inner, first, first + share_of(pairs * back.units()), in, back};
     }
-    meet(barrier);
-    for (int item = warp * gridDim.x + blockIdx.x; item < pairs * (inner / SIDE); item += gridDim.x * WARPS) {
-        const int pair = item / (inner / SIDE), at = item % (inner / SIDE) * SIDE + place;
-        const Linear* expert = linears + 3 * chosen[pair];
-        const float* of = parts + (long long)pair * 2 * in.slices * inner;
-        const float4 sums[2] = {sum_of_parts(of, inner, in.slices, at),
-                                sum_of_parts(of + (long long)in.slices * inner, inner, in.slices, at)};
-        const float4 g = times(rotate(sums[0]), expert[0].svh + at), u = times(rotate(sums[1]), expert[1].svh + at);
-        *reinterpret_cast<float4*>(hidden + (long long)pair * inner + at) =
-            make_float4(g.x / (1.f + expf(-g.x)) * u.x, g.y / (1.f + expf(-g.y)) * u.y,
-                        g.z / (1.f + expf(-g.z)) * u.z, g.w / (1.f + expf(-g.w)) * u.w);
-    }
-    meet(barrier);
-    const Cut back(inner, outer, slice_out);
-    const int more = back.slices * back.ranges;
-    for (int item = blockIdx.x; item < pairs * more; item += gridDim.x) {
-        const int pair = item / more;
-        part_of_product(shared, linears[3 * chosen[pair] + 2], hidden + (long long)pair * inner,
-                        parts + (long long)pair * back.slices * outer, item % more, slice_out, back);
-    }
-    meet(barrier);
-    float4* sums = reinterpret_cast<float4*>(dynamic_shared());   // [warp][lane]
-    for (int item = blockIdx.x; item < pairs / each * (outer / SIDE); item += gridDim.x) {
-        const int token = item / (outer / SIDE), at = item % (outer / SIDE) * SIDE + place;
-        float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-        for (int e = warp; e < each; e += WARPS) {
-            const int pair = token * each + e;
-            const float weight = weights[pair];
-            const float4 y = outputs(linears[3 * chosen[pair] + 2], parts + (long long)pair * back.slices * outer,
-                                     back.slices, at);
-            sum.x += weight * y.x; sum.y += weight * y.y; sum.z += weight * y.z; sum.w += weight * y.w;
-        }
-        __syncthreads();
-        sums[threadIdx.x] = sum;
-        __syncthreads();
-        if (warp) continue;
-        for (int w = 1; w < WARPS; ++w) {
-            const float4 other = sums[w * 32 + threadIdx.x];
-            sum.x += other.x; sum.y += other.y; sum.z += other.z; sum.w += other.w;
-        }
-        *reinterpret_cast<float4*>(out + (long long)token * outer + at) = sum;
-    }
+    __syncthreads();
+    run(all);
+    __syncthreads();
+    if (threadIdx.x) return;
+    __threadfence();
+    if (atomicAdd(counters, 1u) != gridDim.x - 1) return;
+    for (int i = 0; i <= pairs; ++i) counters[i] = 0;   // nobody waits any more
 }
+#endif

@@ -1,7 +1,7 @@
 """Launches gpu/reconstruct.cu and gpu/matvec.cu: work on many encoded matrices in one launch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -11,58 +11,86 @@ from torch import Tensor
 from ..codebook import CODEBOOKS
 from .launch import Limits, load_kernel
 
-SIDE, THREADS = 128, 256
-LARGEST_SLICE = 1024  # inputs a block of matvec.cu can hold
-_LIMB_BYTES = LARGEST_SLICE // 16 * 2 * 4 * 16 + 16 + 64
+SIDE, THREADS, WARPS = 128, 256, 8
+_LIMBS = 4 * 16 * 16  # bytes of 128 inputs' in matvec.cu
 
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """Settings of reconstruct.cu: `exact` keeps 22 bits between rotations, `packed` adds up in halves, `narrow` has one
-    path for all widths up to 4; blocks a multiprocessor."""
+    """Settings of reconstruct.cu: `floats` adds up over a warp's tiles in float32 and not in halves; warps a block; blocks
+    a multiprocessor; how many blocks ahead packed words are fetched into the L2 cache, 0 none."""
 
-    exact: bool = False
-    packed: bool = False
-    narrow: bool = True
-    blocks: int = 2
+    floats: bool = False
+    warps: int = 8
+    blocks: int = 4
+    ahead: int = 0
 
     def defines(self, codebook: str, brain: bool) -> tuple[tuple[str, int], ...]:
-        return (("CODEBOOK", CODEBOOKS.index(codebook)), ("BRAIN", int(brain)), ("EXACT", int(self.exact)),
-                ("PACKED", int(self.packed)), ("NARROW", int(self.narrow)), ("BLOCKS", self.blocks))  # fmt: skip
+        return (("CODEBOOK", CODEBOOKS.index(codebook)), ("BRAIN", int(brain)), ("FLOATS", int(self.floats)),
+                ("WARPS", self.warps), ("BLOCKS", self.blocks), ("AHEAD", self.ahead))  # fmt: skip
 
-    def shared_bytes(self) -> int:
-        return SIDE * (76 if self.packed else 136) * 4 + SIDE * 4
+    @staticmethod
+    def shared_bytes() -> int:
+        return SIDE * (2 * SIDE + 16)
 
 
 @dataclass(frozen=True)
 class Product:
-    """Settings of matvec.cu: tiles side by side and below each other, blocks a multiprocessor, bytes of packed words a
-    warp holds, whether shifts are shared out between units, inputs a slice."""
+    """Settings of matvec.cu: tiles side by side in a step, blocks a multiprocessor, bytes of packed words a warp holds,
+    whether shifts are shared out between units, blocks of inputs a warp can hold, sums kept apart for shorter chains,
+    slabs of inputs in a unit at most."""
 
-    columns: int = 4
-    unroll: int = 4
+    columns: int = 2
     blocks: int = 3
-    ring: int = 4096
+    ring: int = 6144
     mixed: bool = True
-    slice_in: int = 1024
-    slice_out: int = 512
+    deepest: int = 2
+    sets: int = 2
+    together: int = WARPS
 
-    def defines(self, codebook: str) -> tuple[tuple[str, int], ...]:
-        return (("CODEBOOK", CODEBOOKS.index(codebook)), ("COLUMNS", self.columns), ("UNROLL", self.unroll),
-                ("BLOCKS", self.blocks), ("RING", self.ring), ("MIXED", int(self.mixed)))  # fmt: skip
+    def defines(self, codebook: str, experts: bool, wide: bool) -> tuple[tuple[str, int], ...]:
+        return (("CODEBOOK", CODEBOOKS.index(codebook)), ("EXPERTS", int(experts)), ("WIDE", int(wide)),
+                ("COLUMNS", self.columns), ("BLOCKS", self.blocks), ("RING", self.ring), ("MIXED", int(self.mixed)),
+                ("DEEPEST", 1 if wide else self.deepest), ("SETS", self.sets))  # fmt: skip
 
     def shared_bytes(self) -> int:
-        return THREADS // 32 * self.ring + _LIMB_BYTES
+        return WARPS * (self.ring + self.deepest * _LIMBS + 2 * SIDE * 4) + 1024
 
 
-BFLOAT16, HALF, PRODUCT = Reconstruction(packed=True, blocks=3), Reconstruction(), Product()
+@dataclass(frozen=True)
+class Cut:
+    """How matvec.cu cuts a matrix into units: `together` slabs of `deep` blocks of inputs, times a block of outputs."""
+
+    deep: int
+    together: int
+
+    @staticmethod
+    def of(rows: int, columns: int, matrices: int, blocks: int, how: Product, wide: bool) -> "Cut":
+        """The cut whose longest share of a block's is the shortest, by tiles of a warp; a unit costs some 24 besides."""
+
+        def longest(cut: Cut) -> int:
+            units = matrices * cut.slices(rows) * (columns // SIDE)
+            return -(-units // blocks) * (8 * cut.deep * max(how.columns, cut.together) + 24)
+
+        deep = [deep for deep in (2, 1) if rows // SIDE % deep == 0 and deep <= (1 if wide else how.deepest)]
+        together = [t for t in (WARPS, 4, 2, 1) if t <= how.together]
+        return min((Cut(d, t) for d in deep for t in together if rows // SIDE // d % t == 0), key=longest)
+
+    def slices(self, rows: int) -> int:
+        return rows // SIDE // self.deep // self.together
+
+    def arguments(self) -> tuple[np.int32, np.int32]:
+        return np.int32(self.deep), np.int32(self.together)
+
+
+BFLOAT16, HALF, PRODUCT = Reconstruction(), Reconstruction(floats=True), Product()
 """The fastest on an H200; to half, whose rounding is finer, sums stay float32."""
 
 
 def describe(parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
     """The table that kernels read, int64 (count, 6), of matrices given as (trellis, suh, svh) on one GPU."""
     rows = [
-        [t.data_ptr(), suh.data_ptr(), svh.data_ptr(), t.shape[0] * 16, t.shape[1] * 16, t.shape[2] // 16]
+        [t.data_ptr(), suh.data_ptr(), svh.data_ptr(), t.shape[0] * 16, t.shape[1] * 16, t.shape[2] // 8]
         for t, suh, svh in parts
     ]
     return torch.tensor(rows).to(parts[0][0].device)
@@ -78,62 +106,65 @@ def reconstruct_into(
     places = torch.tensor([[out.data_ptr(), out.stride(0)] for out in outs]).to(table.device, non_blocking=True)
     chosen = torch.tensor(which, dtype=torch.int32).to(table.device, non_blocking=True)
     blocks = max(out.shape[0] * out.shape[1] for out in outs) // SIDE**2
-    kernel(
-        (blocks, len(outs), 1), 2 * THREADS, how.shared_bytes(), table.data_ptr(), chosen.data_ptr(), places.data_ptr()
-    )
+    grid = (blocks, len(outs), 1)
+    kernel(grid, 32 * how.warps, how.shared_bytes(), table.data_ptr(), chosen.data_ptr(), places.data_ptr())
 
 
-class Barrier:
-    """Where the blocks of a grid meet, one for each device: two counters that are zero between launches' rounds."""
-
-    @staticmethod
-    @lru_cache
-    def of(device: int) -> Tensor:
-        return torch.zeros(2, dtype=torch.int32, device=f"cuda:{device}")
+@lru_cache
+def _counters(device: int, size: int) -> Tensor:
+    """Zeros, and zeros again after every launch; a size's are kept, since a captured graph goes on using them."""
+    return torch.zeros(size, dtype=torch.int32, device=f"cuda:{device}")
 
 
-def _launch(symbol: str, codebook: str, how: Product, device: int, *arguments: object) -> None:
-    kernel = load_kernel("matvec.cu", symbol, how.defines(codebook), device)
+def counters(device: int, count: int) -> Tensor:
+    """At least so many counters that are zero between launches."""
+    return _counters(device, 1 << max(10, (count - 1).bit_length()))
+
+
+def resident_blocks(how: Product, device: int) -> int:
+    """Blocks of matvec.cu that a device runs at once; the driver keeps 1 KiB of shared memory a block."""
     limits = Limits.of(device)
-    blocks = max(
-        1, min(how.blocks, limits.shared_total // (how.shared_bytes() + 1024))
-    )  # 1 KiB a block is the driver's
-    kernel(blocks * limits.multiprocessors, THREADS, how.shared_bytes(), *arguments, cooperative=True)
+    return max(1, min(how.blocks, limits.shared_total // (how.shared_bytes() + 1024))) * limits.multiprocessors
 
 
-def _spread(how: Product, rows: int, outputs: int, device: int) -> Product:
-    """Slices so short that a few matrices still keep every block busy."""
-    ranges = max(1, outputs // (THREADS // 32 * how.columns * 16))
-    slices = max(1, how.blocks * Limits.of(device).multiprocessors // ranges)
-    return replace(how, slice_in=min(how.slice_in, max(SIDE, rows // slices // SIDE * SIDE)))
+def matvec(
+    table: Tensor, which: Tensor, x: Tensor, columns: int, codebook: str, how: Product | None = None, wide: bool = True
+) -> Tensor:
+    """x[i] W[which[i]] in float32 (count, columns); int32 (count,), float32 (count, k); all of one shape.
 
-
-def matvec(table: Tensor, which: Tensor, x: Tensor, columns: int, codebook: str, how: Product | None = None) -> Tensor:
-    """x[i] W[which[i]] in float32 (count, columns); int32 (count,), float32 (count, k); all of one shape."""
-    device, (count, rows) = table.device.index, x.shape
-    how = how or _spread(PRODUCT, rows, count * columns, device)
-    slices = -(-rows // how.slice_in)
+    wide: whether some width is over 4.
+    """
+    device, (count, rows), how = table.device.index, x.shape, how or PRODUCT
+    blocks = resident_blocks(how, device)
+    cut = Cut.of(rows, columns, count, blocks, how, wide)
     y = torch.empty(count, columns, device=x.device)
-    parts = torch.empty(count * slices * columns, device=x.device)
-    _launch("matvec", codebook, how, device, table.data_ptr(), which.data_ptr(), np.int32(count), x.data_ptr(),
-            y.data_ptr(), parts.data_ptr(), Barrier.of(device).data_ptr(), np.int32(how.slice_in))  # fmt: skip
+    parts = torch.empty(count * cut.slices(rows) * columns, device=x.device)
+    arrived = counters(device, count * columns // SIDE)
+    kernel = load_kernel("matvec.cu", "matvec", how.defines(codebook, False, wide), device)
+    kernel(blocks, THREADS, how.shared_bytes(), table.data_ptr(), which.data_ptr(), *map(np.int32, (count, rows, columns)),
+           x.data_ptr(), y.data_ptr(), parts.data_ptr(), arrived.data_ptr(), *cut.arguments())  # fmt: skip
     return y
 
 
 def experts(
-    table: Tensor, chosen: Tensor, weights: Tensor, x: Tensor, inner: int, codebook: str, how: Product | None = None
-) -> Tensor:
+    table: Tensor, chosen: Tensor, weights: Tensor, x: Tensor, inner: int, codebook: str, how: Product | None = None,
+    wide: bool = False,
+) -> Tensor:  # fmt: skip
     """Sum over each token's experts of weight * down(silu(gate x) * up x), float32 (T, d), in one launch.
 
-    table: gate, up and down of expert 0, then 1, ..; chosen int32 (T, k); weights float32 (T, k); x float32 (T, d).
+    table: gate, up and down of expert 0, then 1, ..; chosen int32 (T, k); weights float32 (T, k); x float32 (T, d);
+    wide: whether some width is over 4.
     """
-    device, (tokens, outer), each = table.device.index, x.shape, chosen.shape[1]
-    how, pairs = how or PRODUCT, tokens * each
-    slices_in, slices_out = -(-outer // how.slice_in), -(-inner // how.slice_out)
+    device, (tokens, outer), each, how = table.device.index, x.shape, chosen.shape[1], how or PRODUCT
+    pairs, blocks = tokens * each, resident_blocks(how, device)
+    there = Cut.of(outer, inner, 2 * pairs, blocks, how, wide)
+    back = Cut.of(inner, outer, pairs, blocks, how, wide)
     out = torch.empty_like(x)
-    parts = torch.empty(pairs * max(2 * slices_in * inner, slices_out * outer), device=x.device)
-    hidden = torch.empty(pairs, inner, device=x.device)
-    _launch("experts", codebook, how, device, table.data_ptr(), chosen.data_ptr(), weights.data_ptr(), np.int32(pairs),
-            np.int32(each), x.data_ptr(), out.data_ptr(), parts.data_ptr(), hidden.data_ptr(),
-            Barrier.of(device).data_ptr(), np.int32(how.slice_in), np.int32(how.slice_out))  # fmt: skip
+    parts = torch.empty(pairs * (2 * there.slices(outer) * inner + back.slices(inner) * outer), device=x.device)
+    zeros = counters(device, 1 + pairs + tokens * outer // SIDE)
+    kernel = load_kernel("matvec.cu", "experts", how.defines(codebook, True, wide), device)
+    numbers = map(np.int32, (pairs, each, outer, inner))
+    kernel(blocks, THREADS, how.shared_bytes(), table.data_ptr(), chosen.data_ptr(), weights.data_ptr(), *numbers,
+           x.data_ptr(), out.data_ptr(), parts.data_ptr(), zeros.data_ptr(), *there.arguments(), *back.arguments(),
+           cooperative=True)  # fmt: skip
     return out

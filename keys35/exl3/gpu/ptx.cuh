@@ -42,8 +42,16 @@ __device__ __forceinline__ float4 load_fresh(const float* p) {
 __device__ __forceinline__ u32 load_shared_by_all(const u32* p) {
     u32 r; asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(r) : "l"(p) : "memory"); return r;
 }
-__device__ __forceinline__ void store_whole(void* p, uint4 v) {
-    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" :: "l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+// Stores of what is not read here, and a word that will be read soon.
+__device__ __forceinline__ void store_away(void* p, uint2 v) {
+    asm volatile("st.global.cs.v2.u32 [%0], {%1, %2};" :: "l"(p), "r"(v.x), "r"(v.y) : "memory");
+}
+__device__ __forceinline__ void will_read(const void* p) { asm volatile("prefetch.global.L2 [%0];" :: "l"(p)); }
+
+// Four 8 x 8 blocks of halves from shared memory, transposed: lane 8 i + r names row r of block i.
+__device__ __forceinline__ void load_transposed(u32 (&b)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+        : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"((u32)__cvta_generic_to_shared(row)) : "memory");
 }
 
 // 16 bytes from global to shared memory behind the program's back, in groups that can be waited for.

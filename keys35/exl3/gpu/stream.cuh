@@ -1,8 +1,10 @@
-// Reading a trellis: the eight states that a lane owns in every tile (format notes 1.4 and 1.5), and what a codebook
-// makes of them. K is the width in whole bits a weight. CODEBOOK: 0 mul1, 1 mcg, 2 3inst.
+// Reading a trellis: the states that a lane owns in a tile (format notes 1.4 to 1.6), and what a codebook makes of them.
+// H is twice the width, so that half rates are whole: a position's state ends its number of later positions times H / 2
+// bits, rounded up, before the end of the lane's window, since odd positions take the longer symbol.
+// CODEBOOK: 0 mul1, 1 mcg, 2 3inst.
 //
-// A lane's eight ring positions are consecutive and are the weights that a tensor-core fragment wants from it:
-// rows 2q, 2q+1, 2q+8, 2q+9 of column g, then of column g + 8, where g = lane / 4 and q = lane % 4.
+// Eight positions of the ring are what a tensor-core fragment wants from a lane: rows 2q, 2q+1, 2q+8, 2q+9 of column g, then
+// of column g + 8, where g = lane / 4 and q = lane % 4. Sixteen are a lane's and its neighbour's.
 
 #include "ptx.cuh"
 
@@ -11,7 +13,7 @@ struct Linear {
     const u32* trellis;
     const u16* suh;
     const u16* svh;
-    long long rows, columns, bits;
+    long long rows, columns, half_bits;   // twice the bits a weight
 };
 
 #ifndef MIXED
@@ -20,63 +22,39 @@ struct Linear {
 // In memory, so that the compiler does not turn the multiplications back into shifts.
 __constant__ u32 POWER[17] = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536};
 
-template <int K> struct Stream {
-    static constexpr int TILE = 8 * K;              // words of a tile
-    static constexpr int WORDS = K <= 4 ? 2 : 3;    // that a lane's 7K + 16 bits may touch
+template <int H, int POSITIONS> struct Window {
+    static constexpr int TILE = 4 * H;   // words of a tile
+    static constexpr int GRAIN = POSITIONS / 2 * H % 32;   // where windows end in a word, modulo 32: multiples of this
+    static constexpr int SLACK = GRAIN == 0 ? 0 : GRAIN % 16 == 0 ? 16 : GRAIN % 8 == 0 ? 24 : 28;
+    static constexpr int WORDS = (SLACK + ((POSITIONS - 1) * H + 1) / 2 + 16 + 31) / 32;
 
-    int at[WORDS], shift;   // its words, the last first, and the bits behind its own in the last
+    int at[WORDS], shift;   // its words, the last first, and the bits behind it in the last
 
-    __device__ __forceinline__ explicit Stream(int lane) {
-        const int end = 8 * (lane + 1) * K, last = (end - 1) / 32;
-        shift = (32 - end % 32) % 32;
+    __device__ __forceinline__ explicit Window(int number) {
+        const int end = POSITIONS / 2 * H * (number + 1), last = (end - 1) / 32;
+        shift = -end & 31;
         #pragma unroll
         for (int i = 0; i < WORDS; ++i) at[i] = last >= i ? last - i : last - i + TILE;
     }
 
-    // 16 bits of a word, `bit` <= 16 places from its end. Places that differ by 8 share the shift; where none do (odd
-    // widths), every other field is cut out by a multiplication, which another unit does.
+    // 16 bits of a word, `bit` <= 16 places from its end. Places that differ by 8 share the shift; where few do, odd ones
+    // are cut out by a multiplication, which another unit does.
     static __device__ __forceinline__ u32 field(u32 word, int bit) {
-        if (MIXED && K == 3 && bit % 2 && bit < 16) return word * POWER[16 - bit] >> 16;
+        if (MIXED && H % 4 && bit % 2 && bit < 16) return __byte_perm(word * POWER[16 - bit], 0, 0x4432);
         return __byte_perm(word >> (bit & 7), 0, 0x4410 + 0x11 * (bit >> 3));
     }
 
-    // A window of bits is cut into words that begin every 16 bits, counted from its end; a state lies inside one of them.
-    __device__ __forceinline__ void states(const u32 (&w)[WORDS], u32 (&s)[8]) const {
-        if constexpr (WORDS == 2) {
-            constexpr int REACH = K > 2 ? 7 * K - 16 : 0;   // two words do: the window's end, and its begin
-            const u32 end = __funnelshift_r(w[0], w[1], shift), begin = __funnelshift_r(w[0], w[1], shift + REACH);
-            #pragma unroll
-            for (int j = 0; j < 8; ++j) {
-                const int bit = (7 - j) * K;
-                s[j] = bit <= 16 ? field(end, bit) : field(begin, bit - REACH);
-            }
-        } else {
-            const u32 first = __funnelshift_r(w[0], w[1], shift), third = __funnelshift_r(w[1], w[2], shift);
-            const u32 fifth = w[2] >> shift;
-            const u32 cut[5] = {first, __funnelshift_r(first, third, 16), third, __funnelshift_r(third, fifth, 16), fifth};
-            #pragma unroll
-            for (int j = 0; j < 8; ++j) s[j] = field(cut[(7 - j) * K / 16], (7 - j) * K % 16);
-        }
-    }
-};
-
-// The same for any width up to 4, known only when it runs.
-struct NarrowStream {
-    static constexpr int WORDS = 2;
-
-    int at[2], shift, width, reach;
-
-    __device__ __forceinline__ NarrowStream(int lane, int bits) : width(bits), reach(bits > 2 ? 7 * bits - 16 : 0) {
-        const int end = 8 * (lane + 1) * bits, last = (end - 1) / 32;
-        shift = -end & 31;
-        at[0] = last;
-        at[1] = last ? last - 1 : 8 * bits - 1;
-    }
-
-    __device__ __forceinline__ void states(const u32 (&w)[2], u32 (&s)[8]) const {
-        const u32 end = __funnelshift_r(w[0], w[1], shift), begin = __funnelshift_r(w[0], w[1], shift + reach);
+    __device__ __forceinline__ void states(const u32 (&w)[WORDS], u32 (&s)[POSITIONS]) const {
+        u32 whole[WORDS];   // every 32 bits from the window's end
         #pragma unroll
-        for (int j = 0; j < 8; ++j) s[j] = (j < 3 ? begin >> (7 - j) * width - reach : end >> (7 - j) * width) & 0xffff;
+        for (int k = 0; k < WORDS; ++k)
+            whole[k] = SLACK == 0 ? w[k] : k + 1 < WORDS ? __funnelshift_r(w[k], w[k + 1], shift) : w[k] >> shift;
+        #pragma unroll
+        for (int i = 0; i < POSITIONS; ++i) {
+            const int bit = ((POSITIONS - 1 - i) * H + 1) / 2, k = bit / 32;
+            if (bit % 32 <= 16) s[i] = field(whole[k], bit % 32);
+            else s[i] = field(__funnelshift_r(whole[k], whole[k + 1 < WORDS ? k + 1 : k], 16), bit % 32 - 16);
+        }
     }
 };
 
