@@ -17,8 +17,8 @@ _LIMBS = 4 * 16 * 16  # bytes of 128 inputs' in matvec.cu
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """Settings of reconstruct.cu: `floats` adds up over a warp's tiles in float32 and not in halves; warps a block; blocks
-    a multiprocessor; how many blocks ahead packed words are fetched into the L2 cache, 0 none."""
+    """Settings of reconstruct.cu: `floats` adds up over a warp's tiles in float32 and not in halves; warps a block;
+    blocks a multiprocessor; how many blocks ahead packed words are fetched into the L2 cache, 0 none."""
 
     floats: bool = False
     warps: int = 8
@@ -66,7 +66,7 @@ class Cut:
 
     @staticmethod
     def of(rows: int, columns: int, matrices: int, blocks: int, how: Product, wide: bool) -> "Cut":
-        """The cut whose longest share of a block's is the shortest, by tiles of a warp; a unit costs some 24 besides."""
+        """The cut whose longest share of a block's is the shortest, by a warp's tiles; a unit costs some 24 besides."""
 
         def longest(cut: Cut) -> int:
             units = matrices * cut.slices(rows) * (columns // SIDE)
@@ -141,7 +141,8 @@ def matvec(
     parts = torch.empty(count * cut.slices(rows) * columns, device=x.device)
     arrived = counters(device, count * columns // SIDE)
     kernel = load_kernel("matvec.cu", "matvec", how.defines(codebook, False, wide), device)
-    kernel(blocks, THREADS, how.shared_bytes(), table.data_ptr(), which.data_ptr(), *map(np.int32, (count, rows, columns)),
+    sizes = map(np.int32, (count, rows, columns))
+    kernel(blocks, THREADS, how.shared_bytes(), table.data_ptr(), which.data_ptr(), *sizes,
            x.data_ptr(), y.data_ptr(), parts.data_ptr(), arrived.data_ptr(), *cut.arguments())  # fmt: skip
     return y
 
