@@ -1,4 +1,4 @@
-"""Host memory that a GPU's results end up in, and that its inputs come from."""
+"""Host memory that a GPU's results end up in."""
 
 import torch
 from torch import Tensor
@@ -8,12 +8,8 @@ WORTH_PINNING_BYTES = 1 << 20
 
 def into_host(room: Tensor, value: Tensor) -> None:
     """Copy a tensor into host memory of its shape, of any dtype; large ones from a GPU by way of pinned memory."""
-    if value.is_cuda and room.nbytes >= WORTH_PINNING_BYTES:
-        staged = torch.empty(value.shape, dtype=room.dtype, pin_memory=True)
-        value = staged.copy_(value)
+    if value.is_cuda:
+        value = value.to(room.dtype)  # there: a copy to the host that converts does so on the host, far slower
+        if room.nbytes >= WORTH_PINNING_BYTES:
+            value = torch.empty(value.shape, dtype=room.dtype, pin_memory=True).copy_(value)
     room.copy_(value)
-
-
-def pinned(value: Tensor) -> Tensor:
-    """A host tensor from which a GPU fetches at full speed; small ones as they are."""
-    return value.pin_memory() if value.nbytes >= WORTH_PINNING_BYTES else value

@@ -8,6 +8,7 @@ that the same slice comes out wherever it is made.
 import hashlib
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from keys35.glm.config import GlmConfig
 from keys35.glm.names import TensorRule, census
 
 WORDS = 4096
+WRITERS = 4
 DOMAINS = ("plain", "dense")
 DOCUMENT_WORDS = 700
 OUTLIERS, OUTLIER_SIZE = 12, 12.0
@@ -55,13 +57,16 @@ def write_slice(root: Path, shape: Shape, tokens: int) -> Path:
     source = root / "source"
     config = shape.config()
     rules = list(census(GlmConfig.from_dict(config)).values())
-    weight_map = {}
     parts = [[r for r in rules if r.expert is None], *_by_expert(rules, 32)]
-    for number, part in enumerate(parts, 1):
-        name = shard_name(number, len(parts))
+    names = [shard_name(number, len(parts)) for number in range(1, len(parts) + 1)]
+
+    def write(name: str, part: list[TensorRule]) -> None:
         layout = [(rule.name, rule.dtypes[0], rule.shape) for rule in part]
         write_safetensors(source / name, layout, (tensor_bytes(draw(rule, shape)) for rule in part), {"format": "pt"})
-        weight_map |= {rule.name: name for rule in part}
+
+    with ThreadPoolExecutor(WRITERS) as pool:  # each hashes what it writes, which takes longest
+        list(pool.map(write, names, parts))
+    weight_map = {rule.name: name for name, part in zip(names, parts, strict=True) for rule in part}
     total = sum(rule.nbytes for rule in rules)
     write_json(source / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
     write_json(source / "config.json", config)

@@ -13,6 +13,7 @@ from keys35.recipe import Calibration
 
 SHARED_INPUT = "mlp.shared_experts.gate_proj"  # sees every token, as the routed experts' common input does
 ALL_TOKEN_ROWS = 4096
+BLOCK = 2048
 
 
 @dataclass(frozen=True)
@@ -79,11 +80,9 @@ class Capture(Observer):
         key = names[0]
         with self._timed("Hessians"):
             rows = rows.float()
-            product = rows.T @ rows
-            if key in self._sums:
-                self._sums[key] += product
-            else:
-                self._sums[key] = product
+            if key not in self._sums:
+                self._sums[key] = rows.new_zeros(rows.shape[1], rows.shape[1])
+            _add_upper(self._sums[key], rows, rows)
         self._counts[key] = self._counts.get(key, 0) + rows.shape[0]
         self.carrier.update(dict.fromkeys(names, key))
 
@@ -102,7 +101,7 @@ class Capture(Observer):
 
     def hessians(self) -> dict[str, Tensor]:
         """Mean x^T x per distinct input, keyed by its first linear; float32 (in, in) on the host."""
-        return {key: (total / self._counts[key]).cpu() for key, total in self._sums.items()}
+        return {key: (_mirrored(total) / self._counts[key]).cpu() for key, total in self._sums.items()}
 
     def moe_rows(self) -> MoeRows | None:
         """All windows' rows in order, None for a dense layer."""
@@ -153,6 +152,19 @@ def _inner(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
 
 def _mean_outer(x: Tensor, weight: Tensor | None) -> Tensor:
     """Mean of x x^T over rows, weighted when a weight per row is given."""
-    if weight is None:
-        return x.T @ x / x.shape[0]
-    return x.T @ (x * weight[:, None]) / weight.sum()
+    total = x.new_zeros(x.shape[1], x.shape[1])
+    _add_upper(total, x, x if weight is None else x * weight[:, None])
+    return _mirrored(total).div_(x.shape[0] if weight is None else weight.sum())
+
+
+def _add_upper(total: Tensor, x: Tensor, y: Tensor) -> None:
+    """total += x^T y, a symmetric product of rows (n, d), without the blocks below the diagonal: less work."""
+    for first in range(0, len(total), BLOCK):
+        total[first : first + BLOCK, first:] += x[:, first : first + BLOCK].T @ y[:, first:]
+
+
+def _mirrored(total: Tensor) -> Tensor:
+    """What `_add_upper` leaves, with the blocks below the diagonal, in place."""
+    for first in range(BLOCK, len(total), BLOCK):
+        total[first : first + BLOCK, :first] = total[:first, first : first + BLOCK].T
+    return total

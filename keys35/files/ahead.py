@@ -1,9 +1,10 @@
-"""Run an iterator in a thread of its own, one item ahead of whoever consumes it."""
+"""Work done in a thread of its own, one item ahead of whoever consumes it: of an iterator, or from call to call."""
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -44,3 +45,25 @@ def ahead(items: Iterable[T]) -> Iterator[T]:
         stopped.set()
         wanted.release()
         thread.join()
+
+
+class Ahead(Generic[T]):
+    """Makes one thing by name in a thread while the one before it is used; no more than these two exist."""
+
+    def __init__(self, make: Callable[[Any], T]) -> None:
+        """make: from a name to the thing."""
+        self._make = make
+        self._thread = ThreadPoolExecutor(1, "ahead")
+        self._coming: tuple[Hashable, Future[T]] | None = None
+
+    def take(self, name: Hashable, then: Hashable | None = None) -> T:
+        """The thing of this name, made before if it was the last `then`; `then` begins as soon as it is there.
+
+        What making it raises is raised here.
+        """
+        coming, self._coming = self._coming, None
+        known = coming is not None and coming[0] == name
+        made = (coming[1] if known else self._thread.submit(self._make, name)).result()
+        if then is not None:
+            self._coming = then, self._thread.submit(self._make, then)
+        return made

@@ -34,6 +34,7 @@ from keys35.files.shards import INDEX_NAME
 SINGLE_NAME = "model.safetensors"
 WHOLE_HASH_BYTES = 64 << 20
 SAMPLES, SAMPLE_BYTES = 16, 1 << 16
+PINNED_BYTES = 1 << 20, 1 << 28  # a larger one passes once, and pinned memory is kept for the next
 PICKLES = {".bin", ".pt", ".pth", ".ckpt"}
 WEIGHTS = PICKLES | {".safetensors", ".gguf", ".h5", ".msgpack", ".onnx", PARTIAL}
 NOT_CARRIED = {"config.json", "quantization_config.json"}
@@ -105,14 +106,19 @@ class ShardedSource:
             _refuse_fp8(source)
         return source
 
-    def read(self, name: str) -> torch.Tensor:
-        """Read one tensor in its stored dtype and shape (FP8 as BF16) into memory of its own."""
-        return self._read(self._find(name))
+    def read(self, name: str, pinned: bool = False) -> torch.Tensor:
+        """Read one tensor in its stored dtype and shape (FP8 as BF16) into memory of its own.
 
-    def _read(self, tensor: SourceTensor) -> torch.Tensor:
+        pinned: memory from which a GPU fetches at full speed, unless the tensor is so small or so large that it does
+        not pay.
+        """
+        return self._read(self._find(name), pinned)
+
+    def _read(self, tensor: SourceTensor, pinned: bool = False) -> torch.Tensor:
         if tensor.stored and tensor.scale:
             return dequantize(self._read(SourceTensor(tensor.file, tensor.stored)), self._read(tensor.scale))
-        flat = torch.empty(tensor.entry.nbytes, dtype=torch.uint8)
+        pinned = pinned and PINNED_BYTES[0] <= tensor.entry.nbytes <= PINNED_BYTES[1]
+        flat = torch.empty(tensor.entry.nbytes, dtype=torch.uint8, pin_memory=pinned)
         self._fill(tensor, [tensor.entry.start], memoryview(flat.numpy()))
         return flat.view(_torch_dtype(tensor)).reshape(tensor.entry.shape)
 

@@ -52,10 +52,11 @@ def decoder_layer(
         states += (x + mixed.to(x.dtype)).unbind()
         chosen += [None] * len(run) if selection is None else selection.unbind()
         places.append(where)
-    rows = torch.cat(states)
+    lengths, rows = [len(x) for x in states], torch.cat(states)
+    states.clear()  # their rows are the most of what a pass needs beside the weights
     h = block.norm("post_attention_layernorm", rows)
-    rows = rows + feed_forward(block, h, torch.cat(places)).to(rows.dtype)
-    return list(rows.split([len(x) for x in states])), chosen
+    rows += feed_forward(block, h, torch.cat(places)).to(rows.dtype)
+    return list(rows.split(lengths)), chosen
 
 
 def _runs(
@@ -102,7 +103,8 @@ def feed_forward(block: Block, rows: Tensor, where: Tensor) -> Tensor:
     ids, weights = route(block.config, block.weights, rows)
     routed = _routed_experts(block, rows, ids, weights)
     block.observer.moe(block.layer, rows, ids, weights, sum_shares(routed), where)
-    return block.reduce(routed + _watched_mlp(block, "mlp.shared_experts", rows, where))
+    routed += _watched_mlp(block, "mlp.shared_experts", rows, where)
+    return block.reduce(routed)
 
 
 def _watched_mlp(block: Block, prefix: str, rows: Tensor, where: Tensor) -> Tensor:

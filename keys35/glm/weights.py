@@ -92,7 +92,7 @@ class WeightStore:
     def _read(self, rule: TensorRule, part: str, name: str) -> Tensor:
         axis, before = split_axis(rule, part), self.source.bytes_read
         if axis is None or self.tp == 1:
-            value = self.source.read(name)
+            value = self.source.read(name, pinned=self.device.type == "cuda")
         else:
             size = self.source.tensors[name].entry.shape[axis]
             value = self.source.read_slice(name, axis, *rank_range(size, self.tp, self.rank))

@@ -18,8 +18,10 @@ NOT_IN_A_SUMMARY = ("per_window", "confidence")
 STARTED = "started"
 STEPS = {
     "captured": "calibration passes",
+    "saved": "calibration passes",
     "experts": "expert encoding and judging",
     "experts-time": "expert encoding and judging",
+    "weighed": "layer weights",
     "sensitivity": "layer weights",
     "allocated": "allocation",
     "dense": "dense linears",

@@ -1,6 +1,7 @@
 """Encoded experts of one layer, read from the work directory and decoded on demand."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 
 import torch
@@ -14,6 +15,7 @@ from keys35.stages.job import Job
 from keys35.stages.units import ExpertUnit, expert_units, load_recorded
 
 GROUPS_IN_MEMORY = 4
+READERS = 4
 
 
 class Candidates:
@@ -25,10 +27,19 @@ class Candidates:
         self.device = job.device
         self._units = {expert: unit for unit in expert_units(job, layer) for expert in unit.experts}
         self._group = lru_cache(maxsize=GROUPS_IN_MEMORY * len(job.recipe.experts.widths))(self._load)
+        self._held: dict[tuple[ExpertUnit, int], dict[str, Tensor]] = {}
+
+    def hold(self, width: int) -> None:
+        """Read the whole layer at one width now, several files at a time, and keep it in memory."""
+        units = expert_units(self._job, self._layer)
+        with ThreadPoolExecutor(READERS) as pool:
+            groups = pool.map(lambda unit: self._load(unit, width), units)
+            self._held |= {(unit, width): group for unit, group in zip(units, groups, strict=True)}
 
     def encoded(self, expert: int, projection: str, width: int) -> dict[str, Tensor]:
         """Stored parts of one linear: trellis, suh, svh, mul1."""
-        group = self._group(self._units[expert], width)
+        unit = self._units[expert]
+        group = self._held.get((unit, width)) or self._group(unit, width)
         module = f"model.layers.{self._layer}.mlp.experts.{expert}.{projection}"
         return {part: group[f"{module}.{part}"] for part in ("trellis", "suh", "svh", "mul1")}
 

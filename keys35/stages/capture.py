@@ -1,6 +1,8 @@
 """The calibration pass: windows, states carried from layer to layer, Hessians, and the rows experts are encoded on."""
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,6 +23,8 @@ from keys35.stages.spans import Spans
 from keys35.stages.states import States, read_states, save_states
 from keys35.stages.units import CALIBRATION, capture_unit, layer_name, load_recorded, recorded_sha256
 
+Shelf = dict[int, LayerRows]
+"""Rows by layer, for a worker in this process; whoever takes a layer's last rows drops them."""
 SPLITS = ("fit", "selection")
 READERS = 4
 
@@ -54,11 +58,18 @@ def _check_vocabulary(job: Job, windows: Windows) -> None:
         )
 
 
-def capture(job: Job, store: WeightStore, layer: int, windows: dict[str, Windows], replay: bool = False) -> None:
+def capture(
+    job: Job, store: WeightStore, layer: int, windows: dict[str, Windows], replay: bool = False,
+    shelf: Shelf | None = None,
+) -> Callable[[], None]:
     """One layer's pass over all windows: states onward, Hessians of its linears, rows of its experts.
 
-    In a replay, which makes rows again, the layer's states are kept for the next layer's replay.
+    The files are written in the background, and the unit is finished when they are: what is returned waits for that.
+    In a replay, which makes rows again, the layer's states are kept for the next layer's replay. A shelf gets the
+    rows for whoever encodes on them in this process.
     """
+    if shelf is not None:
+        shelf.clear()
     if layer == 0:
         _require_finite_ends(job)
     spent = Spans(job.device)
@@ -74,11 +85,34 @@ def capture(job: Job, store: WeightStore, layer: int, windows: dict[str, Windows
         _require_finite(job, layer, after)
     del weights
     with spent("writing"):
-        files, rows_sha256 = _save(job, layer, captures, after)
-    # The rows are not among the receipt's files: deleted once the experts are encoded.
-    data = {"carrier": captures["fit"].carrier} | ({"rows_sha256": rows_sha256} if rows_sha256 else {})
-    job.work.commit(capture_unit(layer), files, data)
+        hessians = captures["fit"].hessians()
+        rows = {split: found for split in SPLITS if (found := captures[split].moe_rows())}
+        if shelf is not None and rows:
+            shelf[layer] = _ready_rows(job, rows, hessians[SHARED_INPUT], windows)
+    finish = partial(_finish, job, layer, hessians, rows, after, captures["fit"].carrier, replay)
     job.work.log("captured", layer=layer, seconds=spent.facts())
+    pool = ThreadPoolExecutor(1, "saving")
+    finishing = pool.submit(finish)
+
+    def conclude() -> None:
+        waited = Spans(job.device)
+        with waited("writing"):
+            finishing.result()
+        pool.shutdown()
+        job.work.log("saved", layer=layer, seconds=waited.facts())
+
+    return conclude
+
+
+def _finish(
+    job: Job, layer: int, hessians: dict[str, Tensor], rows: dict[str, MoeRows], after: dict[str, States],
+    carrier: dict[str, str], replay: bool,
+) -> None:
+    """Save what a pass leaves, declare it done, and drop the states that nothing needs any more."""
+    files, rows_sha256 = _save(job, layer, hessians, rows, after)
+    # The rows are not among the receipt's files: deleted once the experts are encoded.
+    data = {"carrier": carrier} | ({"rows_sha256": rows_sha256} if rows_sha256 else {})
+    job.work.commit(capture_unit(layer), files, data)
     for done in [layer - 1] if replay else [layer - 1, layer]:
         if not job.config.is_mtp(done + 1) and job.work.receipt(capture_unit(done + 1)) is not None:
             forget_states(job, done)
@@ -100,20 +134,17 @@ def _advance(
 
 
 def _save(
-    job: Job, layer: int, captures: dict[str, Capture], after: dict[str, States]
+    job: Job, layer: int, hessians: dict[str, Tensor], rows: dict[str, MoeRows], after: dict[str, States]
 ) -> tuple[dict[Path, str], str | None]:
     """Hessians, rows and states, side by side; the receipt's files, and the hash of the rows if there are any."""
-    hessians = {f"hessian.{name}": h for name, h in captures["fit"].hessians().items()}
-    rows: dict[str, Tensor] = {}
-    for split, capture in captures.items():
-        found = capture.moe_rows()
-        rows |= found.tensors(split) if found else {}
+    stored = {f"hessian.{name}": hessian for name, hessian in hessians.items()}
+    routed = {name: value for split, found in rows.items() for name, value in found.tensors(split).items()}
     with ThreadPoolExecutor(3) as pool:
-        saving = {hessian_file(job, layer): pool.submit(save_tensors, hessian_file(job, layer), hessians)}
+        saving = {hessian_file(job, layer): pool.submit(save_tensors, hessian_file(job, layer), stored)}
         if not job.config.is_mtp(layer):
             path = _state_file(job, layer)
             saving[path] = pool.submit(save_states, path, after, _next_shares(job, layer))
-        saved_rows = pool.submit(save_tensors, rows_file(job, layer), rows) if rows else None
+        saved_rows = pool.submit(save_tensors, rows_file(job, layer), routed) if routed else None
     files = {path: future.result() for path, future in saving.items()}
     return files, saved_rows.result() if saved_rows else None
 
@@ -128,7 +159,7 @@ def _require_finite_ends(job: Job) -> None:
 
 def _require_finite(job: Job, layer: int, states: dict[str, States]) -> None:
     """Refuse states that would poison every later Hessian, where they arise, and name the tensors behind them."""
-    if all(part.finite() for part in states.values()):
+    if all(part.finite for part in states.values()):
         return
     names = [rule.source for rule in job.rules.values() if rule.layer in (layer, None)]
     broken = [str(item) for item in broken_tensors(job.source, names)] or ["no weight of it: the arithmetic overflows"]
@@ -187,19 +218,24 @@ def has_states(job: Job, layer: int) -> bool:
 def require_rows(job: Job, store: WeightStore, layer: int, windows: dict[str, Windows]) -> None:
     """Capture a layer again if the rows of its experts are gone."""
     if not rows_file(job, layer).exists():
-        capture(job, store, layer, windows)
+        capture(job, store, layer, windows)()
 
 
 def layer_rows(job: Job, layer: int, windows: dict[str, Windows]) -> LayerRows:
     """A captured layer's rows, ready to encode its experts on; raises ResumeError if they are gone or damaged."""
     receipt = job.work.receipt(capture_unit(layer))
     tensors = load_tensors(rows_file(job, layer), expect_sha256=receipt["data"]["rows_sha256"] if receipt else None)
-    selection = MoeRows.from_tensors(tensors, "selection")
+    hessian = load_recorded(job, capture_unit(layer), hessian_file(job, layer))[f"hessian.{SHARED_INPUT}"]
+    return _ready_rows(job, {split: MoeRows.from_tensors(tensors, split) for split in SPLITS}, hessian, windows)
+
+
+def _ready_rows(job: Job, rows: dict[str, MoeRows], hessian: Tensor, windows: dict[str, Windows]) -> LayerRows:
+    """Rows where the encoder will look for them; Hessian: of the input that all experts share."""
+    selection = rows["selection"]
     per_window = selection.x.shape[0] // len(windows["selection"])
     domain = windows["selection"].domain.repeat_interleave(per_window)
-    hessian = load_recorded(job, capture_unit(layer), hessian_file(job, layer))[f"hessian.{SHARED_INPUT}"]
-    rows = LayerRows(MoeRows.from_tensors(tensors, "fit"), selection, domain, len(job.text.domains), hessian)
-    return rows.to(job.device) if rows_stay(rows.fit.x.nbytes + selection.x.nbytes, job.recipe) else rows
+    ready = LayerRows(rows["fit"], selection, domain, len(job.text.domains), hessian)
+    return ready.to(job.device) if rows_stay(ready.fit.x.nbytes + selection.x.nbytes, job.recipe) else ready
 
 
 def hessian_file(job: Job, layer: int) -> Path:

@@ -19,16 +19,18 @@ def encode_dense(job: Job, layer: int) -> None:
     if receipt is None:
         raise ResumeError(f"the calibration pass of layer {layer} is missing or damaged: run `keys35 measure` again")
     prefix = f"model.layers.{layer}."
-    stored = load_recorded(job, capture_unit(layer), hessian_file(job, layer))
+    spent = Spans(job.device)
+    with spent("reading"):
+        stored = load_recorded(job, capture_unit(layer), hessian_file(job, layer))
     hessians = {prefix + key.removeprefix("hessian."): hessian for key, hessian in stored.items()}
     bits = job.recipe.dense.bits
     carrier = receipt["data"]["carrier"]
-    jobs = [
-        LinearJob(rule.module, _weight(job, rule), prefix + carrier[rule.module.removeprefix(prefix)])
-        for rule in job.rules.values()
-        if rule.layer == layer and rule.role is Role.DENSE
-    ]
-    spent = Spans(job.device)
+    with spent("reading"):
+        jobs = [
+            LinearJob(rule.module, _weight(job, rule), prefix + carrier[rule.module.removeprefix(prefix)])
+            for rule in job.rules.values()
+            if rule.layer == layer and rule.role is Role.DENSE
+        ]
     with spent("encode"):
         encoded = encode_group(jobs, hessians, [bits], job.encode_options, job.recipe.seed)
     tensors: dict[str, Tensor] = {}
@@ -39,11 +41,12 @@ def encode_dense(job: Job, layer: int) -> None:
         errors[item.name] = result.proxy_error
     fallback = [item.name for item in jobs if encoded[item.name, bits].fallback]
     path = dense_file(job, layer)
-    saved = save_pieces(path, tensors)
+    with spent("writing"):
+        saved = save_pieces(path, tensors)
     job.work.commit(dense_unit(layer), {path: saved}, {"bits": bits, "proxy_error": errors, "fallback": fallback})
     job.work.log("dense-time", unit=dense_unit(layer), seconds=spent.facts())
 
 
 def _weight(job: Job, rule: TensorRule) -> Tensor:
-    """A linear's source weight as float32 (in, out)."""
-    return job.source.read(rule.source).to(torch.float32).T.contiguous()
+    """A linear's source weight as float32 (in, out), on the job's device."""
+    return job.source.read(rule.source).to(job.device).to(torch.float32).T.contiguous()

@@ -1,8 +1,8 @@
 """The unit of work: a group of a layer's routed experts, encoded at some widths and judged at the layer's output."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,17 +11,18 @@ from torch import Tensor
 from keys35.calibration.statistics import MoeRows, expert_hessians
 from keys35.exl3.encode import LinearJob, encode_group
 from keys35.exl3.linear import EncodedLinear, decode_weight
-from keys35.files.ahead import ahead
+from keys35.files.ahead import Ahead
 from keys35.files.atomic import Saved
 from keys35.glm.layer import gated_mlp
 from keys35.glm.names import PROJECTIONS
-from keys35.host import pinned
 from keys35.stages.job import Job
 from keys35.stages.spans import Spans
 from keys35.stages.unit_files import UnitFiles
 from keys35.stages.units import ExpertUnit
 
 Weights = tuple[Tensor, Tensor, Tensor]  # gate, up, down; each (in, out) float32
+Batch = tuple[int, tuple[int, ...]]  # a layer and some of its experts
+Reader = Ahead[dict[int, list[Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -46,24 +47,28 @@ class LayerRows:
 
 
 def encode_experts(
-    job: Job, unit: ExpertUnit, widths: Sequence[int], keep: Sequence[int], rows: LayerRows
+    job: Job, unit: ExpertUnit, widths: Sequence[int], keep: Sequence[int], rows: LayerRows, reader: Reader,
+    following: ExpertUnit | None = None,
 ) -> None:
     """Encode a group at each width and commit what it costs; save one file for each width of `keep`.
 
     error[e][width][domain] is the mean over the domain's selection tokens of g^2 |f(x) - f_K(x)|^2 (zero for
     tokens routed elsewhere); error_se its standard error over rows; energy[e][domain] the same mean of g^2 |f(x)|^2.
     A GPU takes a batch of the group at a time: the next one's weights are read, and the last one's encodings written,
-    while it works.
+    while it works; behind the last batch the first one of the `following` unit is read.
     """
     spent = Spans(job.device)
-    found, written = _encode_all(job, unit, unit.experts, widths, keep, rows, spent)
+    after = _batches(job, following.layer, following.experts)[0] if following else None
+    found, written = _encode_all(job, unit, unit.experts, widths, keep, rows, spent, reader, after)
     held = {"held": {str(width): list(unit.experts) for width in keep}}
     data = _receipt(unit, widths, [found[expert] for expert in unit.experts]) | held
     job.work.commit(unit.name, written, data)
     job.work.log("experts-time", unit=unit.name, seconds=spent.facts())
 
 
-def encode_chosen(job: Job, unit: ExpertUnit, chosen: Mapping[int, Sequence[int]], rows: LayerRows) -> None:
+def encode_chosen(
+    job: Job, unit: ExpertUnit, chosen: Mapping[int, Sequence[int]], rows: LayerRows, reader: Reader
+) -> None:
     """Encode experts of a measured group again at the widths chosen for them (width -> experts), and keep those.
 
     An encoding depends on nothing but its weight, Hessian, name and seed, so these are the bytes that `encode_experts`
@@ -72,7 +77,7 @@ def encode_chosen(job: Job, unit: ExpertUnit, chosen: Mapping[int, Sequence[int]
     files, data = job.work.recorded(unit.name), job.work.require(unit.name)["data"]
     spent = Spans(job.device)
     for width, experts in chosen.items():
-        found, written = _encode_all(job, unit, experts, [width], [width], rows, spent)
+        found, written = _encode_all(job, unit, experts, [width], [width], rows, spent, reader)
         files |= written
     held = data["held"] | {str(width): list(experts) for width, experts in chosen.items()}
     job.work.commit(unit.name, files, data | {"held": held})
@@ -80,21 +85,18 @@ def encode_chosen(job: Job, unit: ExpertUnit, chosen: Mapping[int, Sequence[int]
 
 def _encode_all(
     job: Job, unit: ExpertUnit, experts: Sequence[int], widths: Sequence[int], keep: Sequence[int], rows: LayerRows,
-    spent: Spans,
+    spent: Spans, reader: Reader, after: Batch | None = None,
 ) -> tuple[dict[int, "Encoded"], dict[Path, Saved]]:
     """Some of a group's experts at some widths, batch by batch; what is to be said of each, and the files of `keep`."""
     found: dict[int, Encoded] = {}
     shape = job.config.hidden_size, job.config.moe_intermediate_size
     shapes = {name: shape[::-1] if name.endswith("down_proj") else shape
               for expert in experts for name in _names(unit.layer, expert)}
-    batches = _batches(job, experts)
-    with (
-        UnitFiles({width: unit.file(job, width) for width in keep}, shapes) as files,
-        closing(ahead(_read_batch(job, unit.layer, batch) for batch in batches)) as read,
-    ):
-        for _ in batches:
+    batches = _batches(job, unit.layer, experts)
+    with UnitFiles({width: unit.file(job, width) for width in keep}, shapes) as files:
+        for batch, then in zip(batches, [*batches[1:], after], strict=True):
             with spent("reading"):
-                weights = {expert: _on_device(job, parts) for expert, parts in next(read).items()}
+                weights = {expert: _on_device(job, parts) for expert, parts in reader.take(batch, then).items()}
             found |= _encode_batch(job, unit.layer, weights, widths, rows, files, spent)
         with spent("writing"):
             return found, files.finish()
@@ -116,34 +118,27 @@ class Encoded:
     fallback: list[str]
 
 
-def first_tensors(job: Job, unit: ExpertUnit) -> list[str]:
-    """Names of the source tensors that a unit begins with."""
-    return [f"{name}.weight" for expert in _batches(job, unit.experts)[0] for name in _names(unit.layer, expert)]
-
-
-def _batches(job: Job, experts: Sequence[int]) -> list[list[int]]:
+def _batches(job: Job, layer: int, experts: Sequence[int]) -> list[Batch]:
     """Experts as they advance through the encoder together, in the order in which they are written."""
     order = sorted(experts, key=str)
     pair = 2 * job.config.hidden_size * job.config.moe_intermediate_size
     most = max(1, job.encode_options.stack_elements // pair)
-    return [order[first : first + most] for first in range(0, len(order), most)]
+    return [(layer, tuple(order[first : first + most])) for first in range(0, len(order), most)]
 
 
-def _read_batch(job: Job, layer: int, experts: Sequence[int]) -> dict[int, list[Tensor]]:
+def batch_reader(job: Job) -> Reader:
+    """What reads batches of experts while the ones before are encoded."""
+    return Ahead(partial(_read_batch, job, job.device.type == "cuda"))
+
+
+def _read_batch(job: Job, pinned: bool, batch: Batch) -> dict[int, list[Tensor]]:
     """Experts' projections as the source has them; in pinned memory where a GPU will fetch them."""
-    stored = {e: [job.source.read(f"{name}.weight") for name in _names(layer, e)] for e in experts}
-    if job.device.type == "cuda":
-        return {expert: [pinned(part) for part in parts] for expert, parts in stored.items()}
-    return stored
+    layer, experts = batch
+    return {e: [job.source.read(f"{name}.weight", pinned) for name in _names(layer, e)] for e in experts}
 
 
 def _on_device(job: Job, parts: Sequence[Tensor]) -> Weights:
     return tuple(part.to(job.device, non_blocking=True).float().T.contiguous() for part in parts)
-
-
-def read_expert(job: Job, layer: int, expert: int) -> Weights:
-    """An expert's projections from the source as float32 (in, out), on the job's device."""
-    return _on_device(job, _read_batch(job, layer, [expert])[expert])
 
 
 def _encode_batch(

@@ -26,7 +26,8 @@ from keys35.stages.profile import profile_rules
 from keys35.stages.states import WINDOWS_AT_ONCE_TOKENS
 
 Keep = Literal["all", "errors"]
-LOW_MEMORY_STACK = 1 << 27
+GPU_AT_ONCE_TOKENS, LOW_MEMORY_AT_ONCE_TOKENS = 24576, 4096
+STACK, LOW_MEMORY_STACK = 33 << 23, 1 << 27  # weights: gates and ups of 11 experts of GLM-5.3, and of 5
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Job:
             backend=settings.backend,
             sigma_reg=settings.sigma_reg,
             refit_rounds=settings.refit_rounds,
-            stack_elements=LOW_MEMORY_STACK if settings.low_memory else EncodeOptions.stack_elements,
+            stack_elements=LOW_MEMORY_STACK if settings.low_memory else STACK,
             powers=ScalePowers() if settings.scales == "tuned" else FULL_POWERS,
             scaled_metric=settings.metric == "scaled",
         )
@@ -64,7 +65,12 @@ class Job:
         """Tokens that go through a layer together; on a GPU more, because every expert's product is then larger."""
         if self.device.type == "cpu":
             return WINDOWS_AT_ONCE_TOKENS
-        return WINDOWS_AT_ONCE_TOKENS // 2 if self.recipe.encoder.low_memory else 4 * WINDOWS_AT_ONCE_TOKENS
+        return LOW_MEMORY_AT_ONCE_TOKENS if self.recipe.encoder.low_memory else GPU_AT_ONCE_TOKENS
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether the system is asked to read what comes next into its page cache, for a GPU that would wait for it."""
+        return self.device.type == "cuda" and not self.recipe.encoder.low_memory
 
     @property
     def device(self) -> torch.device:

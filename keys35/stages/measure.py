@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 from functools import partial
 
+from keys35.engine.here import Here
 from keys35.glm.names import Role
 from keys35.progress import Progress
-from keys35.stages.capture import calibration_windows, capture, rows_file
+from keys35.stages.capture import Shelf, calibration_windows, capture, rows_file
 from keys35.stages.job import Job
 from keys35.stages.needs import encoded_bytes, hessian_bytes, rows_bytes, states_bytes
 from keys35.stages.schedule import Step, carry_out
@@ -22,11 +23,13 @@ def measure(job: Job, progress: Progress, workers: Workers | None = None) -> Non
             rows_file(job, layer).unlink(missing_ok=True)  # every candidate exists, nothing reads them again
 
     passing = 2 * (states_bytes(job.config, job.recipe) + rows_bytes(job.config, job.recipe))
-    with open_workers(job, workers or Workers()) as pool:
-        carry_out(job, "measure", list(_steps(job)), pool, progress, layer_finished, passing)
+    shelf: Shelf = {}
+    with open_workers(job, workers or Workers(), shelf) as pool:
+        steps = list(_steps(job, shelf if isinstance(pool, Here) else None))
+        carry_out(job, "measure", steps, pool, progress, layer_finished, passing)
 
 
-def _steps(job: Job) -> Iterator[Step]:
+def _steps(job: Job, shelf: Shelf | None) -> Iterator[Step]:
     """Layer by layer the calibration pass and the experts' units; behind them what the layers' errors are worth."""
     windows, store, done = calibration_windows(job), job.store, lambda unit: job.work.receipt(unit) is not None
     widths = job.recipe.experts.widths
@@ -36,7 +39,8 @@ def _steps(job: Job) -> Iterator[Step]:
         units = expert_units(job, layer) if layer in job.config.moe_layers else []
         encoded = [done(unit.name) for unit in units]
         captured = done(capture_unit(layer)) and (all(encoded) or rows_file(job, layer).exists())
-        yield Step(f"layer {layer}: calibration pass", layer, captured, partial(capture, job, store, layer, windows),
+        yield Step(f"layer {layer}: calibration pass", layer, captured,
+                   partial(capture, job, store, layer, windows, shelf=shelf),
                    hessian_bytes(rule for rule in job.rules.values() if rule.layer == layer))
         for unit, kept in zip(units, encoded, strict=True):
             yield Step(f"layer {layer}: experts {unit.experts.start}+", layer, kept, experts_task(unit, widths, keep),

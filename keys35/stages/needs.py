@@ -3,12 +3,11 @@
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
-from keys35.exl3.encode import EncodeOptions
 from keys35.glm.attention import QUERY_ROWS
 from keys35.glm.config import GlmConfig
 from keys35.glm.names import Role, TensorRule
 from keys35.recipe import Recipe
-from keys35.stages.job import LOW_MEMORY_STACK
+from keys35.stages.job import GPU_AT_ONCE_TOKENS, LOW_MEMORY_AT_ONCE_TOKENS, LOW_MEMORY_STACK, STACK
 from keys35.stages.sizes import exl3_bytes
 from keys35.stages.states import WINDOWS_AT_ONCE_TOKENS
 
@@ -87,13 +86,13 @@ def device_bytes(config: GlmConfig, recipe: Recipe) -> int:
     Measured for one layer of GLM-5.3: reports/benchmarks/real-layer-h200.json.
     """
     low = recipe.encoder.low_memory
-    at_once = WINDOWS_AT_ONCE_TOKENS // 2 if low else 4 * WINDOWS_AT_ONCE_TOKENS
+    at_once = LOW_MEMORY_AT_ONCE_TOKENS if low else GPU_AT_ONCE_TOKENS
     scores = config.num_attention_heads * QUERY_ROWS * recipe.calibration.window
     expert = 3 * config.hidden_size * config.moe_intermediate_size
     passing = config.n_routed_experts * expert * BF16 + FLOAT * (
         2 * _widest(config) ** 2 + 10 * at_once * config.hidden_size + 4 * scores
     )
-    stack = LOW_MEMORY_STACK if low else EncodeOptions.stack_elements
+    stack = LOW_MEMORY_STACK if low else STACK
     experts = min(recipe.experts.group, max(1, 3 * stack // (2 * expert)))
     hidden, inner = config.hidden_size**2, config.moe_intermediate_size**2
     rows = rows_bytes(config, recipe)

@@ -3,8 +3,10 @@
 from collections.abc import Iterator
 from functools import partial
 
+from keys35.calibration.windows import Windows
 from keys35.engine.task import Task
 from keys35.glm.names import Role
+from keys35.glm.weights import WeightStore
 from keys35.progress import Progress
 from keys35.stages.allocate import load_allocation
 from keys35.stages.capture import calibration_windows, capture, forget_states, has_states, require_rows, rows_file
@@ -18,7 +20,7 @@ from keys35.stages.workers import Workers, chosen_task, dense_task, experts_task
 def quantize(job: Job, progress: Progress, workers: Workers | None = None) -> None:
     """Encode fixed-width linears and MTP experts, and any expert whose allocated width has no encoding yet."""
     passing = 2 * (states_bytes(job.config, job.recipe) + rows_bytes(job.config, job.recipe))
-    with open_workers(job, workers or Workers()) as pool:
+    with open_workers(job, workers or Workers(), {}) as pool:
         carry_out(job, "quantize", list(_steps(job)), pool, progress,
                   lambda layer: rows_file(job, layer).unlink(missing_ok=True), passing)
     for layer in range(job.config.num_hidden_layers - 1):
@@ -36,7 +38,7 @@ def _steps(job: Job) -> Iterator[Step]:
     for layer in job.config.layers:
         if layer in replayed:
             yield Step(f"layer {layer}: calibration pass again", layer, False,
-                       partial(capture, job, store, layer, windows, replay=True))
+                       partial(_capture_again, job, store, layer, windows))
         elif layer in lacking:  # an MTP layer
             yield Step(f"layer {layer}: calibration pass again", layer, False,
                        partial(require_rows, job, store, layer, windows))
@@ -48,6 +50,10 @@ def _steps(job: Job) -> Iterator[Step]:
             task = tasks[unit]
             yield Step(f"layer {layer}: experts {unit.experts.start}+", layer, task is None, task or Task(unit.name),
                        _bytes(job, unit), "experts")
+
+
+def _capture_again(job: Job, store: WeightStore, layer: int, windows: dict[str, Windows]) -> None:
+    capture(job, store, layer, windows, replay=True)()
 
 
 def _replayed(job: Job, lacking: set[int]) -> range:

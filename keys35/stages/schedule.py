@@ -15,6 +15,7 @@ from keys35.memory import release
 from keys35.progress import Meter, Progress
 from keys35.stages.job import Job
 
+Conclude = Callable[[], None]
 AHEAD = 1
 QUEUED = 2  # tasks per worker
 
@@ -22,6 +23,9 @@ QUEUED = 2  # tasks per worker
 @dataclass(frozen=True)
 class Step:
     """One unit of a stage.
+
+    do: the driver's own work, or a task. The former may return what concludes it, if its files are still being written:
+    that is called before the driver's next step and before whoever needs the files begins.
 
     place: where it stands in the stage's order, a layer's number or beyond the last. A step begins when everything
     more than AHEAD places before it is finished, so the driver's forward pass runs while the layer before is encoded,
@@ -31,8 +35,7 @@ class Step:
     note: str
     place: int
     kept: bool
-    do: Callable[[], object] | Task
-    """The driver's own work, or a task."""
+    do: Callable[[], Conclude | None] | Task
     nbytes: int = 0
     event: str | None = None
     """What the log calls a finished task."""
@@ -56,20 +59,19 @@ def carry_out(
     if todo:
         require_space(job.work.root, sum(todo) + passing)
     run = _Run(job, pool, progress.meter(stage, len(steps)), Counter(step.place for step in steps), finished)
-    for step in steps:
-        if step.kept:
-            run.end(step, kept=True)
-            continue
-        run.wait_for(step.place)
-        if isinstance(step.do, Task):
-            run.hand_out(step, step.do)
-        else:
-            _watch(job, step)
-            job.work.log(BEGUN, unit=step.note, worker=where())
-            step.do()
-            release()
-            run.end(step)
-    run.wait_for(None)
+    try:
+        for step in steps:
+            if step.kept:
+                run.end(step, kept=True)
+                continue
+            run.wait_for(step.place)
+            if isinstance(step.do, Task):
+                run.hand_out(step, step.do)
+            else:
+                run.do(step, step.do)
+        run.wait_for(None)
+    finally:
+        run.conclude()
 
 
 def _watch(job: Job, step: Step) -> None:
@@ -90,13 +92,36 @@ class _Run:
 
     def __post_init__(self) -> None:
         self._pending: dict[str, Step] = {}
+        self._open: tuple[Step, Conclude] | None = None
+
+    def do(self, step: Step, work: Callable[[], Conclude | None]) -> None:
+        """A step of the driver's own; what it leaves open is concluded later."""
+        self.conclude()
+        _watch(self.job, step)
+        self.job.work.log(BEGUN, unit=step.note, worker=where())
+        conclude = work()
+        release()
+        if conclude is None:
+            self.end(step)
+        else:
+            self._open = step, conclude
+
+    def conclude(self) -> None:
+        """Wait for the files of the driver's last step and count it."""
+        if self._open is not None:
+            (step, conclude), self._open = self._open, None
+            conclude()
+            self.end(step)
 
     def hand_out(self, step: Step, task: Task) -> None:
+        if not isinstance(self.pool, Here):  # which has in memory what another process reads from disk
+            self.conclude()
         while self.pool.outstanding >= QUEUED * self.pool.size:  # so that free space is asked for when it matters
             self._collect(None)
         _watch(self.job, step)
         self._pending[task.unit] = step
         self.pool.submit(task)
+        self.conclude()
         self._collect(0)
 
     def wait_for(self, place: int | None) -> None:

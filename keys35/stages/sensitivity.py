@@ -1,5 +1,6 @@
 """How much a layer's expert error moves the final KL: one streamed pass with a perturbed copy per layer."""
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
@@ -7,11 +8,12 @@ from torch import Tensor
 
 from keys35.calibration.windows import Windows
 from keys35.glm.stream import Head
-from keys35.glm.weights import Keep, WeightStore
+from keys35.glm.weights import Keep, StoredLayer, WeightStore
 from keys35.recipe import Recipe
 from keys35.stages.candidates import Candidates
 from keys35.stages.capture import READERS
 from keys35.stages.job import Job
+from keys35.stages.spans import Spans
 from keys35.stages.states import WINDOWS_AT_ONCE_TOKENS, States
 from keys35.stages.units import SENSITIVITY, expert_units, sensitivity_unit
 
@@ -46,14 +48,17 @@ def propagate_part(job: Job, store: WeightStore, selection: Windows, part: int) 
     Copy l runs layer l with all its experts at the middle candidate width and everything else unquantized, so
     its KL against the unperturbed copy is what that layer's real encoding error costs.
     """
+    spent = Spans(job.device)
     windows, size = _windows(selection, job.recipe), _at_once(job.recipe)
     rows = slice(part * size, (part + 1) * size)
     windows = Windows(windows.tokens[rows], windows.domain[rows], windows.domains)
-    copies = _propagate(job, store, windows, middle_width(job.recipe)[1])
-    head = Head.of_trunk(store)
-    kl = {str(layer): _kl_by_domain(head, windows, copies[None], copies[layer]).tolist()
-          for layer in job.config.moe_layers}
+    copies = _propagate(job, store, windows, middle_width(job.recipe)[1], spent)
+    with spent("judging"):
+        head = Head.of_trunk(store)
+        kl = {str(layer): _kl_by_domain(head, windows, copies[None], copies[layer]).tolist()
+              for layer in job.config.moe_layers}
     job.work.commit(sensitivity_unit(part), [], {"kl": kl})
+    job.work.log("weighed", unit=sensitivity_unit(part), seconds=spent.facts())
 
 
 def conclude_sensitivity(job: Job, selection: Windows) -> None:
@@ -83,21 +88,43 @@ def conclude_sensitivity(job: Job, selection: Windows) -> None:
     job.work.log("sensitivity", kl=kl)
 
 
-def _propagate(job: Job, store: WeightStore, windows: Windows, width: int) -> dict[int | None, States]:
-    """Final states of the unperturbed copy (None) and of one copy per MoE layer; each layer is read once."""
+def _propagate(
+    job: Job, store: WeightStore, windows: Windows, width: int, spent: Spans
+) -> dict[int | None, States]:
+    """Final states of the unperturbed copy (None) and of one copy per MoE layer; each layer is read once.
+
+    While the copies pass a layer, the system reads the next one.
+    """
+    coming = ThreadPoolExecutor(1, "prefetch")
     start = States.embedded(store, windows.tokens, torch.float32)
     advance = partial(States.advance, config=job.config, device=job.device, at_once=job.tokens_at_once)
     copies: dict[int | None, States] = {None: start}
     for layer in range(job.config.num_hidden_layers):
-        weights = store.layer(layer, Keep.PACKED)
-        if job.device.type == "cuda":
-            weights.load(READERS)
-        entered = copies[None]
-        copies = {name: advance(states, layer=layer, weights=weights) for name, states in copies.items()}
-        if layer in job.config.moe_layers:
-            perturbed = Candidates(job, layer).overlay(weights, [width] * job.experts)
-            copies[layer] = advance(entered, layer=layer, weights=perturbed)
+        with spent("reading"):
+            weights, candidates = _read(job, store, layer, width)
+        if job.reads_ahead:
+            coming.submit(job.source.prefetch, [rule.source for rule in job.rules.values() if rule.layer == layer + 1])
+        with spent("forward"):
+            entered = copies[None]
+            copies = {name: advance(states, layer=layer, weights=weights) for name, states in copies.items()}
+            if candidates:
+                perturbed = candidates.overlay(weights, [width] * job.experts)
+                copies[layer] = advance(entered, layer=layer, weights=perturbed)
+    coming.shutdown()
     return copies
+
+
+def _read(job: Job, store: WeightStore, layer: int, width: int) -> tuple[StoredLayer, Candidates | None]:
+    """A layer and its experts' encodings: in memory at once for a GPU, read when they are asked for on a CPU."""
+    weights = store.layer(layer, Keep.PACKED)
+    candidates = Candidates(job, layer) if layer in job.config.moe_layers else None
+    if job.device.type == "cuda":
+        with ThreadPoolExecutor(1) as beside:
+            holding = beside.submit(candidates.hold, width) if candidates else None
+            weights.load(READERS)
+        if holding:
+            holding.result()
+    return weights, candidates
 
 
 def _kl_by_domain(head: Head, windows: Windows, reference: States, copy: States) -> Tensor:

@@ -1,6 +1,5 @@
 """Hidden states of the calibration windows between two layers, kept on disk so that a killed run goes on."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +23,13 @@ WINDOWS_AT_ONCE_TOKENS = 8192
 class States:
     """Windows after some layer, on the host.
 
-    x (N, W, d), float32 or bfloat16; chosen: per window the DSA selection, bool (W, W), or None.
+    x (N, W, d), float32 or bfloat16; chosen: per window the DSA selection, bool (W, W), or None; finite: whether every
+    value was when they were computed.
     """
 
     x: Tensor
     chosen: tuple[Tensor | None, ...]
+    finite: bool = True
 
     @classmethod
     def start(cls, x: Tensor) -> "States":
@@ -58,6 +59,7 @@ class States:
         step = max(1, at_once // self.x.shape[1])
         after = self.x if in_place else torch.empty_like(self.x)
         chosen: list[Tensor | None] = []
+        finite = True
         for first in range(0, self.x.shape[0], step):
             part = slice(first, first + step)
             windows = list(self.x[part].to(device).float())
@@ -66,11 +68,8 @@ class States:
             for index, state in enumerate(new, first):
                 into_host(after[index], state)
             chosen += [None if s is None else s.cpu() for s in selected]
-        return States(after, tuple(chosen))
-
-    def finite(self) -> bool:
-        """Whether every value is: one that is not spoils a sum, and one of float64 cannot overflow."""
-        return all(math.isfinite(float(window.sum(dtype=torch.float64))) for window in self.x)
+            finite = finite and _all_finite(new)
+        return States(after, tuple(chosen), finite)
 
     def tensors(self, prefix: str, keep_selection: bool) -> dict[str, Tensor]:
         """Named tensors for the work directory; selections as packed bits, and only if a next layer shares them."""
@@ -98,6 +97,11 @@ def save_states(path: Path, parts: dict[str, States], keep_selection: bool) -> s
 def read_states(tensors: dict[str, Tensor], names: Sequence[str]) -> dict[str, States]:
     """Named groups of states from a file's tensors."""
     return {name: States.from_tensors(tensors, name) for name in names}
+
+
+def _all_finite(states: Sequence[Tensor]) -> bool:
+    """Whether every value is: one that is not spoils a sum, and one of float64 cannot overflow."""
+    return bool(torch.stack([state.sum(dtype=torch.float64) for state in states]).isfinite().all())
 
 
 def _pack(chosen: Sequence[Tensor | None]) -> Tensor:

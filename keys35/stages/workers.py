@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -16,11 +15,12 @@ from keys35.engine.local import LocalCrew
 from keys35.engine.pool import Pool, open_pool
 from keys35.engine.serve import where
 from keys35.engine.task import Crew, Task
+from keys35.exl3.viterbi import prepare
 from keys35.files.atomic import write_as
 from keys35.files.ledger import BEGUN
-from keys35.stages.capture import calibration_windows, layer_rows
+from keys35.stages.capture import Shelf, calibration_windows, layer_rows
 from keys35.stages.dense import encode_dense
-from keys35.stages.experts import encode_chosen, encode_experts, first_tensors
+from keys35.stages.experts import LayerRows, batch_reader, encode_chosen, encode_experts
 from keys35.stages.job import Job, attach_job
 from keys35.stages.sensitivity import propagate_part
 from keys35.stages.units import ExpertUnit, dense_unit, expert_units, sensitivity_unit
@@ -61,44 +61,64 @@ def sensitivity_task(part: int) -> Task:
     return Task(sensitivity_unit(part), {"part": part})
 
 
-def unit_worker(job: Job, alone: bool = False) -> Callable[[Task], None]:
+def unit_worker(job: Job, shelf: Shelf | None = None) -> Callable[[Task], None]:
     """What does the tasks above, reading what they need from the source and the work directory.
 
-    A worker that is alone knows what comes next, and lets the system read it while the GPU works.
+    A worker with a shelf is alone: it finds a layer's rows there, and knows what comes next, which is read while the
+    GPU works.
     """
-    store = job.store
+    store, windows, reader = job.store, calibration_windows(job), batch_reader(job)
     coming = ThreadPoolExecutor(1, "prefetch")
-    looks_ahead = alone and job.device.type == "cuda" and not job.recipe.encoder.low_memory
-    windows = calibration_windows(job)
-    rows = lru_cache(maxsize=1)(lambda layer: layer_rows(job, layer, windows))
+    held: Shelf = {} if shelf is None else shelf
+    for widths in (job.recipe.experts.widths, [job.recipe.dense.bits]):
+        prepare(job.encode_options.backend, frozenset(widths))
+
+    def rows(layer: int) -> LayerRows:
+        if layer not in held:
+            held.clear()
+            held[layer] = layer_rows(job, layer, windows)
+        return held[layer]
+
+    def encode(unit: ExpertUnit, widths: Sequence[int], keep: Sequence[int]) -> None:
+        following = None if shelf is None else _following(job, unit)
+        if shelf is not None and job.reads_ahead:
+            coming.submit(job.source.prefetch, upcoming(job, unit))
+        encode_experts(job, unit, widths, keep, rows(unit.layer), reader, following)
+        if shelf is not None and following is None:
+            held.clear()  # the next layer needs the room
 
     def work(task: Task) -> None:
         match task.arguments:
             case {"layer": layer, "start": start, "widths": widths, "keep": keep}:
-                if looks_ahead:
-                    coming.submit(job.source.prefetch, upcoming(job, _unit(job, layer, start)))
-                encode_experts(job, _unit(job, layer, start), widths, keep, rows(layer))
+                encode(_unit(job, layer, start), widths, keep)
             case {"layer": layer, "start": start, "chosen": chosen}:
-                encode_chosen(job, _unit(job, layer, start), dict(chosen), rows(layer))
+                encode_chosen(job, _unit(job, layer, start), dict(chosen), rows(layer), reader)
             case {"layer": layer}:
                 encode_dense(job, layer)
             case {"part": part}:
+                held.clear()
                 propagate_part(job, store, windows["selection"], part)
 
     return work
 
 
-def upcoming(job: Job, unit: ExpertUnit) -> list[str]:
-    """Tensors that are read after a unit: the first of the layer's next unit, and a share of the next layer's.
+def _following(job: Job, unit: ExpertUnit) -> ExpertUnit | None:
+    """The layer's next unit that is not finished."""
+    later = (other for other in expert_units(job, unit.layer) if other.experts.start > unit.experts.start)
+    return next((other for other in later if job.work.receipt(other.name) is None), None)
 
-    Behind the last layer the layers' weights are measured, from the first one on.
+
+def upcoming(job: Job, unit: ExpertUnit) -> list[str]:
+    """A unit's share of the tensors that are read after its layer: those of the next one.
+
+    Behind the last layer the layers' weights are measured, from the first one on. Where that is the same layer, each
+    share is of tensors whose encoding lies behind: reading one for that drops it from the system's cache.
     """
     units = expert_units(job, unit.layer)
-    place = units.index(unit)
     layer = unit.layer + 1 if unit.layer + 1 in job.config.layers else 0
+    place = units.index(unit) - (layer == unit.layer)
     after = [rule.source for rule in job.rules.values() if rule.layer == layer]
-    share = after[len(after) * place // len(units) : len(after) * (place + 1) // len(units)]
-    return [*(first_tensors(job, units[place + 1]) if place + 1 < len(units) else []), *share]
+    return after[max(0, len(after) * place // len(units)) : len(after) * (place + 1) // len(units)]
 
 
 def _unit(job: Job, layer: int, start: int) -> ExpertUnit:
@@ -112,8 +132,11 @@ def open_worker(root: str) -> Callable[[Task], None]:
 
 
 @contextmanager
-def open_workers(job: Job, workers: Workers) -> Iterator[Pool | Here]:
-    """Workers for one stage, which end with the block; every task that begins is in the log."""
+def open_workers(job: Job, workers: Workers, shelf: Shelf) -> Iterator[Pool | Here]:
+    """Workers for one stage, which end with the block; every task that begins is in the log.
+
+    shelf: where a worker in this process finds rows.
+    """
     calibration_windows(job)  # made once, before workers look for them
 
     def begun(task: Task, worker: str) -> None:
@@ -121,7 +144,7 @@ def open_workers(job: Job, workers: Workers) -> Iterator[Pool | Here]:
 
     gpus = torch.cuda.device_count()
     if workers.engine == "local" and (workers.count or gpus) <= 1:
-        yield Here(unit_worker(job, alone=True), begun)
+        yield Here(unit_worker(job, shelf), begun)
         return
     with open_pool(_crew(job, workers, gpus), begun) as pool:
         yield pool
