@@ -103,8 +103,9 @@ def feed_forward(block: Block, rows: Tensor, where: Tensor) -> Tensor:
     ids, weights = route(block.config, block.weights, rows)
     routed = _routed_experts(block, rows, ids, weights)
     block.observer.moe(block.layer, rows, ids, weights, sum_shares(routed), where)
-    routed += _watched_mlp(block, "mlp.shared_experts", rows, where)
-    return block.reduce(routed)
+    output = _watched_mlp(block, "mlp.shared_experts", rows, where)
+    output += routed  # the observer may keep the other one
+    return block.reduce(output)
 
 
 def _watched_mlp(block: Block, prefix: str, rows: Tensor, where: Tensor) -> Tensor:
