@@ -124,6 +124,7 @@ def figures(job: Job) -> dict[str, Any]:
         "widths": list(widths),
         "tokens": {"fit": _tokens(job, "fit"), "selection": _tokens(job, "selection")},
         "seconds": {kind: round(value, 2) for kind, value in kinds.items()},
+        "other_seconds": round(layer - sum(kinds.values()), 2),
         "stages": {stage: round(value, 2) for stage, value in stages.items()},
         "layer_seconds": round(layer, 2),
         "with_assembly_and_check_seconds": round(whole, 2),
@@ -156,7 +157,7 @@ def table(result: Mapping[str, Any]) -> str:
     shares = [100 * result[f"encoder_share_{of}"] for of in ("of_layer", "with_assembly_and_check")]
     device, host = (result[f"peak_{of}_bytes"] / 2**30 for of in ("device", "host"))
     lines += [
-        f"{'other':<10}{layer - sum(result['seconds'].values()):8.1f} s",
+        f"{'other':<10}{result['other_seconds']:8.1f} s",
         f"{'layer':<10}{layer:8.1f} s, {shares[0]:.1f} % of it the encoder",
         f"{'all':<10}{whole:8.1f} s with assembly and check, {shares[1]:.1f} %",
         f"peak memory: device {device:.1f} GiB, host {host:.1f} GiB",

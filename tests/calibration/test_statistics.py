@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from keys35.calibration import statistics
 from keys35.calibration.statistics import Capture, MoeRows, expert_hessians
 from keys35.recipe import Calibration
 
@@ -74,7 +75,9 @@ def test_counts_add_up_to_tokens_times_k():
     assert sum(len(moe.of(e)[0]) for e in range(5)) == T * 2
 
 
-def test_capture_is_the_mean_outer_product_per_distinct_input():
+@pytest.mark.parametrize("block", [3, 2048])
+def test_capture_is_the_mean_outer_product_per_distinct_input(block, monkeypatch):
+    monkeypatch.setattr(statistics, "BLOCK", block)  # products of blocks above the diagonal alone, or of all at once
     capture = Capture(16)
     parts = [torch.randn(7, D), torch.randn(9, D)]
     for part in parts:

@@ -7,7 +7,7 @@ from contextlib import closing
 
 import pytest
 
-from keys35.files.ahead import ahead
+from keys35.files.ahead import Ahead, ahead
 
 
 def numbers(count: int, made: list[int]) -> Iterator[int]:
@@ -40,3 +40,22 @@ def test_closing_early_ends_the_thread() -> None:
     with closing(ahead(numbers(1000, made))) as items:
         assert next(items) == 0
     assert threading.active_count() == before and len(made) <= 3
+
+
+def test_by_name_the_next_thing_is_made_while_one_is_used() -> None:
+    made: list[str] = []
+
+    def make(name: str) -> str:
+        made.append(name)
+        if name == "broken":
+            raise KeyError(name)
+        return name.upper()
+
+    things = Ahead(make)
+    assert things.take("a", then="b") == "A"
+    while made != ["a", "b"]:
+        time.sleep(0.001)
+    assert things.take("b", then="broken") == "B" and made.count("b") == 1
+    assert things.take("c") == "C", "what was made for nothing does no harm, not even its error"
+    with pytest.raises(KeyError, match="broken"):
+        things.take("broken")
