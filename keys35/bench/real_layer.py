@@ -114,7 +114,7 @@ def figures(job: Job) -> dict[str, Any]:
     units = [event for event in events if event["event"] == "experts-time"]
     layer = sum(stages[stage] for stage in ("measure", "allocate", "quantize"))
     whole = layer + stages["assemble"] + stages["check"]
-    receipts = [job.work.require(unit.name) for unit in expert_units(job, 0)]
+    receipts = [job.work.require(unit.name)["data"] for unit in expert_units(job, 0)]
     weights = job.experts * 3 * job.config.hidden_size * job.config.moe_intermediate_size
     widths = job.recipe.experts.widths
     encode = sum(unit["seconds"]["encode"] for unit in units)

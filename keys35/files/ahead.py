@@ -56,6 +56,10 @@ class Ahead(Generic[T]):
         self._thread = ThreadPoolExecutor(1, "ahead")
         self._coming: tuple[Hashable, Future[T]] | None = None
 
+    def begin(self, name: Hashable) -> None:
+        """Make a thing now that will be taken next."""
+        self._coming = name, self._thread.submit(self._make, name)
+
     def take(self, name: Hashable, then: Hashable | None = None) -> T:
         """The thing of this name, made before if it was the last `then`; `then` begins as soon as it is there.
 
@@ -65,5 +69,5 @@ class Ahead(Generic[T]):
         known = coming is not None and coming[0] == name
         made = (coming[1] if known else self._thread.submit(self._make, name)).result()
         if then is not None:
-            self._coming = then, self._thread.submit(self._make, then)
+            self.begin(then)
         return made

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -285,15 +286,18 @@ def _read_all(path: Path, hashing: bool) -> tuple[dict[str, torch.Tensor], str]:
         start = bytearray(header.data_start)
         read_exact(fd, path, 0, memoryview(start))
         digest = hashlib.sha256(start)
-        for entry in header.entries.values():  # in data order without holes, so this hashes the whole file
-            if entry.dtype not in TORCH_DTYPE:
-                raise SourceError(f"{path}: {entry.name} has dtype {entry.dtype}, which torch cannot hold")
-            flat = torch.empty(entry.nbytes, dtype=torch.uint8)
-            view = memoryview(flat.numpy())
-            read_exact(fd, path, entry.start, view)
-            if hashing:
-                digest.update(view)
-            tensors[entry.name] = flat.view(TORCH_DTYPE[entry.dtype]).reshape(entry.shape)
+        with ThreadPoolExecutor(1) as beside:  # hashes, in order, what has been read
+            for entry in header.entries.values():  # in data order without holes, so this hashes the whole file
+                if entry.dtype not in TORCH_DTYPE:
+                    raise SourceError(f"{path}: {entry.name} has dtype {entry.dtype}, which torch cannot hold")
+                flat = torch.empty(entry.nbytes, dtype=torch.uint8)
+                whole = memoryview(flat.numpy())
+                for first in range(0, entry.nbytes, CHUNK_BYTES):
+                    piece = whole[first : first + CHUNK_BYTES]
+                    read_exact(fd, path, entry.start + first, piece)
+                    if hashing:
+                        beside.submit(digest.update, piece)
+                tensors[entry.name] = flat.view(TORCH_DTYPE[entry.dtype]).reshape(entry.shape)
     finally:
         os.close(fd)
     return tensors, digest.hexdigest()

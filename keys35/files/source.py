@@ -17,7 +17,15 @@ from typing import Any
 import torch
 
 from keys35.errors import SourceError
-from keys35.files.atomic import DROP_CACHE_BYTES, PARTIAL, read_json, read_pieces, sha256_file, tensor_bytes
+from keys35.files.atomic import (
+    CHUNK_BYTES,
+    DROP_CACHE_BYTES,
+    PARTIAL,
+    read_json,
+    read_pieces,
+    sha256_file,
+    tensor_bytes,
+)
 from keys35.files.fp8 import dequantize, pair_scales
 from keys35.files.headers import (
     TORCH_DTYPE,
@@ -178,12 +186,18 @@ class ShardedSource:
         return found
 
     def prefetch(self, names: Iterable[str]) -> None:
-        """Ask the system to have tensors in its page cache when they are read; a read drops them from there."""
+        """Have tensors in the system's page cache when they are read; a read drops them from there.
+
+        They are read for this: Linux follows advice to do so for the first few hundred KiB only.
+        """
+        room = memoryview(bytearray(CHUNK_BYTES))
         for name in names:
             tensor = self._find(name)
+            entry = tensor.stored or tensor.entry
             fd = open_regular(tensor.file)
             try:
-                os.posix_fadvise(fd, tensor.entry.start, tensor.entry.nbytes, os.POSIX_FADV_WILLNEED)
+                for first in range(entry.start, entry.end, CHUNK_BYTES):
+                    read_exact(fd, tensor.file, first, room[: min(CHUNK_BYTES, entry.end - first)])
             finally:
                 os.close(fd)
 

@@ -16,7 +16,7 @@ from keys35.glm.config import GlmConfig
 
 Linear = Callable[[Tensor], Tensor]
 
-SCORES = {"cpu": 1 << 22, "cuda": 1 << 27}
+SCORES = {"cpu": 1 << 22, "cuda": 1 << 26}
 """Attention scores made at a time where windows are short: what a processor's cache holds, what keeps a GPU busy."""
 
 

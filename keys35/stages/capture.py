@@ -15,16 +15,14 @@ from keys35.files.atomic import load_tensors, save_tensors
 from keys35.glm.mtp import mtp_inputs
 from keys35.glm.names import FINAL_NORM
 from keys35.glm.weights import Keep, StoredLayer, WeightStore
-from keys35.stages.experts import LayerRows
+from keys35.stages.experts import LayerRows, Shelf
 from keys35.stages.job import Job
 from keys35.stages.needs import rows_stay
 from keys35.stages.scan import broken_tensors
 from keys35.stages.spans import Spans
 from keys35.stages.states import States, read_states, save_states
-from keys35.stages.units import CALIBRATION, capture_unit, layer_name, load_recorded, recorded_sha256
+from keys35.stages.units import CALIBRATION, capture_unit, expert_units, layer_name, load_recorded, recorded_sha256
 
-Shelf = dict[int, LayerRows]
-"""Rows by layer, for a worker in this process; whoever takes a layer's last rows drops them."""
 SPLITS = ("fit", "selection")
 READERS = 4
 
@@ -69,13 +67,15 @@ def capture(
     rows for whoever encodes on them in this process.
     """
     if shelf is not None:
-        shelf.clear()
+        shelf.rows.clear()
     if layer == 0:
         _require_finite_ends(job)
     spent = Spans(job.device)
     with spent("reading"):
         weights = _weights(job, store, layer)
         before = _states_before(job, store, layer, weights, windows)
+    if shelf is not None and layer in job.config.moe_layers:
+        shelf.expect(job, expert_units(job, layer)[0])
     captures = {
         s: Capture(before[s].x.shape[0] * before[s].x.shape[1], job.states_dtype, spent if s == "fit" else None)
         for s in SPLITS
@@ -88,7 +88,7 @@ def capture(
         hessians = captures["fit"].hessians()
         rows = {split: found for split in SPLITS if (found := captures[split].moe_rows())}
         if shelf is not None and rows:
-            shelf[layer] = _ready_rows(job, rows, hessians[SHARED_INPUT], windows)
+            shelf.rows[layer] = _ready_rows(job, rows, hessians[SHARED_INPUT], windows)
     finish = partial(_finish, job, layer, hessians, rows, after, captures["fit"].carrier, replay)
     job.work.log("captured", layer=layer, seconds=spent.facts())
     pool = ThreadPoolExecutor(1, "saving")

@@ -126,9 +126,16 @@ def _batches(job: Job, layer: int, experts: Sequence[int]) -> list[Batch]:
     return [(layer, tuple(order[first : first + most])) for first in range(0, len(order), most)]
 
 
-def batch_reader(job: Job) -> Reader:
-    """What reads batches of experts while the ones before are encoded."""
-    return Ahead(partial(_read_batch, job, job.device.type == "cuda"))
+class Shelf:
+    """What a worker finds ready in this process: a layer's rows, and batches of experts that were read before."""
+
+    def __init__(self, job: Job) -> None:
+        self.rows: dict[int, LayerRows] = {}
+        self.reader: Reader = Ahead(partial(_read_batch, job, job.device.type == "cuda"))
+
+    def expect(self, job: Job, unit: ExpertUnit) -> None:
+        """Begin to read what a unit begins with."""
+        self.reader.begin(_batches(job, unit.layer, unit.experts)[0])
 
 
 def _read_batch(job: Job, pinned: bool, batch: Batch) -> dict[int, list[Tensor]]:

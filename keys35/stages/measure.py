@@ -6,7 +6,8 @@ from functools import partial
 from keys35.engine.here import Here
 from keys35.glm.names import Role
 from keys35.progress import Progress
-from keys35.stages.capture import Shelf, calibration_windows, capture, rows_file
+from keys35.stages.capture import calibration_windows, capture, rows_file
+from keys35.stages.experts import Shelf
 from keys35.stages.job import Job
 from keys35.stages.needs import encoded_bytes, hessian_bytes, rows_bytes, states_bytes
 from keys35.stages.schedule import Step, carry_out
@@ -23,7 +24,7 @@ def measure(job: Job, progress: Progress, workers: Workers | None = None) -> Non
             rows_file(job, layer).unlink(missing_ok=True)  # every candidate exists, nothing reads them again
 
     passing = 2 * (states_bytes(job.config, job.recipe) + rows_bytes(job.config, job.recipe))
-    shelf: Shelf = {}
+    shelf = Shelf(job)
     with open_workers(job, workers or Workers(), shelf) as pool:
         steps = list(_steps(job, shelf if isinstance(pool, Here) else None))
         carry_out(job, "measure", steps, pool, progress, layer_finished, passing)

@@ -10,6 +10,7 @@ from keys35.glm.weights import WeightStore
 from keys35.progress import Progress
 from keys35.stages.allocate import load_allocation
 from keys35.stages.capture import calibration_windows, capture, forget_states, has_states, require_rows, rows_file
+from keys35.stages.experts import Shelf
 from keys35.stages.job import Job
 from keys35.stages.needs import encoded_bytes, rows_bytes, states_bytes
 from keys35.stages.schedule import Step, carry_out
@@ -20,7 +21,7 @@ from keys35.stages.workers import Workers, chosen_task, dense_task, experts_task
 def quantize(job: Job, progress: Progress, workers: Workers | None = None) -> None:
     """Encode fixed-width linears and MTP experts, and any expert whose allocated width has no encoding yet."""
     passing = 2 * (states_bytes(job.config, job.recipe) + rows_bytes(job.config, job.recipe))
-    with open_workers(job, workers or Workers(), {}) as pool:
+    with open_workers(job, workers or Workers(), Shelf(job)) as pool:
         carry_out(job, "quantize", list(_steps(job)), pool, progress,
                   lambda layer: rows_file(job, layer).unlink(missing_ok=True), passing)
     for layer in range(job.config.num_hidden_layers - 1):

@@ -13,6 +13,8 @@ class Spans:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
         self._begun = time.perf_counter()
         self._inner = 0.0
         self.seconds: dict[str, float] = {}
@@ -29,7 +31,7 @@ class Spans:
         self._inner = before + spent
 
     def facts(self) -> dict[str, float]:
-        """Seconds by name and in all, to the millisecond; peak bytes of device memory so far, where there is a GPU."""
+        """Seconds by name and in all, to the millisecond; peak bytes of device memory since, where there is a GPU."""
         spent = {**self.seconds, "all": time.perf_counter() - self._begun}
         facts: dict[str, float] = {name: round(value, 3) for name, value in spent.items()}
         if self._device.type == "cuda":

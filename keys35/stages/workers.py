@@ -18,9 +18,9 @@ from keys35.engine.task import Crew, Task
 from keys35.exl3.viterbi import prepare
 from keys35.files.atomic import write_as
 from keys35.files.ledger import BEGUN
-from keys35.stages.capture import Shelf, calibration_windows, layer_rows
+from keys35.stages.capture import calibration_windows, layer_rows
 from keys35.stages.dense import encode_dense
-from keys35.stages.experts import LayerRows, batch_reader, encode_chosen, encode_experts
+from keys35.stages.experts import LayerRows, Shelf, encode_chosen, encode_experts
 from keys35.stages.job import Job, attach_job
 from keys35.stages.sensitivity import propagate_part
 from keys35.stages.units import ExpertUnit, dense_unit, expert_units, sensitivity_unit
@@ -67,9 +67,10 @@ def unit_worker(job: Job, shelf: Shelf | None = None) -> Callable[[Task], None]:
     A worker with a shelf is alone: it finds a layer's rows there, and knows what comes next, which is read while the
     GPU works.
     """
-    store, windows, reader = job.store, calibration_windows(job), batch_reader(job)
+    alone = shelf is not None
+    shelf = shelf or Shelf(job)
+    store, windows, held = job.store, calibration_windows(job), shelf.rows
     coming = ThreadPoolExecutor(1, "prefetch")
-    held: Shelf = {} if shelf is None else shelf
     for widths in (job.recipe.experts.widths, [job.recipe.dense.bits]):
         prepare(job.encode_options.backend, frozenset(widths))
 
@@ -80,11 +81,11 @@ def unit_worker(job: Job, shelf: Shelf | None = None) -> Callable[[Task], None]:
         return held[layer]
 
     def encode(unit: ExpertUnit, widths: Sequence[int], keep: Sequence[int]) -> None:
-        following = None if shelf is None else _following(job, unit)
-        if shelf is not None and job.reads_ahead:
+        following = _following(job, unit) if alone else None
+        if alone and job.reads_ahead:
             coming.submit(job.source.prefetch, upcoming(job, unit))
-        encode_experts(job, unit, widths, keep, rows(unit.layer), reader, following)
-        if shelf is not None and following is None:
+        encode_experts(job, unit, widths, keep, rows(unit.layer), shelf.reader, following)
+        if alone and following is None:
             held.clear()  # the next layer needs the room
 
     def work(task: Task) -> None:
@@ -92,7 +93,7 @@ def unit_worker(job: Job, shelf: Shelf | None = None) -> Callable[[Task], None]:
             case {"layer": layer, "start": start, "widths": widths, "keep": keep}:
                 encode(_unit(job, layer, start), widths, keep)
             case {"layer": layer, "start": start, "chosen": chosen}:
-                encode_chosen(job, _unit(job, layer, start), dict(chosen), rows(layer), reader)
+                encode_chosen(job, _unit(job, layer, start), dict(chosen), rows(layer), shelf.reader)
             case {"layer": layer}:
                 encode_dense(job, layer)
             case {"part": part}:
