@@ -90,7 +90,7 @@ def device_bytes(config: GlmConfig, recipe: Recipe) -> int:
     scores = config.num_attention_heads * QUERY_ROWS * recipe.calibration.window
     expert = 3 * config.hidden_size * config.moe_intermediate_size
     passing = config.n_routed_experts * expert * BF16 + FLOAT * (
-        2 * _widest(config) ** 2 + 10 * at_once * config.hidden_size + 4 * scores
+        2 * _widest(config) ** 2 + 7 * at_once * config.hidden_size + 4 * scores
     )
     stack = LOW_MEMORY_STACK if low else STACK
     experts = min(recipe.experts.group, max(1, 3 * stack // (2 * expert)))
