@@ -56,16 +56,17 @@ def test_four_ranks_make_the_bits_of_one_process(alone, four, panel):
     assert all(report["backend"] == "gloo" and report["communication_s"] > 0 for report in four[1].ranks)
 
 
-def test_two_ranks_make_the_same_bits_in_bfloat16(packed, panel, reference, tmp_path):
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_ranks_make_the_same_bits_in_bfloat16(packed, panel, tmp_path, ranks):
     few = dataclasses.replace(panel, tokens=panel.tokens[1:3], domains=panel.domains[1:3])
     make_reference(WeightStore(packed, demo_config()), few, tmp_path / "reference", repeat=False)
     logits = []
-    for ranks in (1, 2):
-        out = tmp_path / str(ranks)
+    for count in (1, ranks):
+        out = tmp_path / str(count)
         options = {"device": "cpu", "dtype": "bfloat16", "save_logits": True}
-        run_panel(packed.root, few, tmp_path / "reference", ranks, out, **options)
+        run_panel(packed.root, few, tmp_path / "reference", count, out, **options)
         logits.append([load_tensors(path)["logits"] for path in sorted((out / "logits").iterdir())])
-    assert all(torch.equal(one, two) for one, two in zip(*logits, strict=True))
+    assert all(torch.equal(one, many) for one, many in zip(*logits, strict=True))
 
 
 @contextlib.contextmanager
