@@ -127,9 +127,9 @@ def fair_allocation(
     weights, best = np.ones(len(typical)), None
     for _ in range(ROUNDS):
         chosen = solve([layer @ weights for layer in costs])
-        price = sum(_price(layer, picked, widths) for layer, picked in zip(costs, chosen, strict=True))
-        gain = 1 - price / typical
-        missing = fairness * (1 - price.sum() / typical.sum()) - gain.min()
+        paid = sum(price(layer, picked, widths) for layer, picked in zip(costs, chosen, strict=True))
+        gain = 1 - paid / typical
+        missing = fairness * (1 - paid.sum() / typical.sum()) - gain.min()
         if best is None or missing < best[0]:
             best = (missing, chosen, weights)
         if missing <= 0:
@@ -139,8 +139,8 @@ def fair_allocation(
     return best[1], best[2]
 
 
-def _price(costs: np.ndarray, picked: np.ndarray, widths: Sequence[float]) -> np.ndarray:
-    """What the picked widths cost in each domain."""
+def price(costs: np.ndarray, picked: np.ndarray, widths: Sequence[float]) -> np.ndarray:
+    """What the picked widths cost in each domain: costs (experts, widths, domains), picked (experts,)."""
     columns = [list(widths).index(width) for width in picked]
     return costs[np.arange(len(picked)), columns].sum(axis=0)
 
@@ -155,3 +155,11 @@ def mean_width(widths: Sequence[np.ndarray]) -> Fraction:
     """The exact mean bits per weight (experts of a model have one size)."""
     flat = np.concatenate(widths)
     return Fraction(float(flat.sum())) / len(flat)
+
+
+def rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
+    """Spearman's correlation of two sequences of numbers (ties in order of place); 1 for fewer than two."""
+    if len(a) < 2:
+        return 1.0
+    ranks = [np.argsort(np.argsort(values, kind="stable"), kind="stable") for values in (a, b)]
+    return float(np.corrcoef(*ranks)[0, 1])

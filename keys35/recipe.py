@@ -38,6 +38,13 @@ class Experts(_Section):
     fairness: float = Field(
         0.75, ge=0, le=1, description="share of the mean gain over a random mix that every domain must get; 0: none"
     )
+    fallback: bool = Field(
+        True, description="a random mix where held-out text says that experts' costs mislead, or domains are missing"
+    )
+    measure: Literal["encoded", "predicted"] = Field(
+        "encoded", description="encode every expert to learn its costs, or a sample, and predict the others' by energy"
+    )
+    sample: int = Field(16, ge=1, description="a predicted measurement encodes one expert in so many of each layer")
     group: int = Field(8, ge=1, description="experts per unit of work")
 
     @field_validator("widths")
@@ -129,6 +136,9 @@ class Encoder(_Section):
     )
     metric: Literal["scaled", "signs"] = Field(
         "scaled", description="whether the rounding's Hessian knows the row scales, or only the signs"
+    )
+    compensate: bool = Field(
+        True, description="fit an expert's down projection to what its encoded gate and up give, before it is encoded"
     )
 
 

@@ -130,7 +130,7 @@ def expert_hessians(
     index, router = rows.of(expert)
     router, layer_hessian = router.to(gate.device), layer_hessian.to(gate.device)
     sample = rows.x[:: max(1, rows.x.shape[0] // ALL_TOKEN_ROWS)].to(gate.device).float()
-    inner_all = _mean_outer(_inner(sample, gate, up), None)
+    inner_all = _mean_outer(inner(sample, gate, up), None)
     if choice.hessian == "all":
         return ExpertHessians(layer_hessian, inner_all, len(index), 1.0)
     weight = router.square() if choice.hessian == "weighted" else torch.ones_like(router)
@@ -139,13 +139,13 @@ def expert_hessians(
     share = [max(choice.shrink, width / (width + len(index))) for width in (d, f)]
     if not len(index) or not weight.sum() > 0:
         return ExpertHessians(layer_hessian, inner_all, len(index), 1.0)
-    own = _mean_outer(x, weight), _mean_outer(_inner(x, gate, up), weight)
+    own = _mean_outer(x, weight), _mean_outer(inner(x, gate, up), weight)
     gate_up = own[0].lerp(layer_hessian, share[0])
     down = own[1].lerp(inner_all, share[1])
     return ExpertHessians(gate_up, down, len(index), share[0])
 
 
-def _inner(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+def inner(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     """What the down projection sees: silu(x gate) * (x up)."""
     return torch.nn.functional.silu(x @ gate) * (x @ up)
 

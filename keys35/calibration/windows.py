@@ -35,6 +35,14 @@ class Windows:
         keep = torch.cat(rows)
         return Windows(self.tokens[keep], self.domain[keep], self.domains)
 
+    def domain_and_half(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The domain of each window, and 0 or 1: the first or the second half of its domain's windows."""
+        half = torch.zeros_like(self.domain)
+        for number in range(len(self.domains)):
+            rows = torch.nonzero(self.domain == number).flatten()
+            half[rows[len(rows) // 2 :]] = 1
+        return self.domain, half
+
 
 class WindowMaker:
     """Cuts a text set into windows with the checkpoint's own tokenizer."""

@@ -41,6 +41,9 @@ def measurements(work: Workdir) -> dict[str, Any]:
     for name, data in _receipts(work, "experts/"):
         layer = str(int(name.split("/")[1].removeprefix("layer-")))
         _append(layers.setdefault(layer, {"widths": data["widths"]}), data, weights.get(layer))
+    for entry in layers.values():
+        if len(entry.get("cost", ())) != len(entry["fit_rows"]):  # a predicted measurement
+            entry.pop("cost", None)
     allocation = _allocation(work)
     for layer, widths in _chosen(allocation).items():
         if str(layer) in layers:
@@ -68,8 +71,8 @@ def _append(into: dict[str, Any], data: dict[str, Any], weights: Sequence[float]
     columns: dict[str, Iterable[Any]] = {"fit_rows": data["fit_rows"], "selection_rows": data["selection_rows"]}
     proxy = [data["proxy_error"][str(width)] for width in data["widths"]]
     columns["proxy_error"] = [[_short(sum(expert) / len(expert)) for expert in by_width]
-                              for by_width in zip(*proxy, strict=True)]
-    if weights is not None:
+                              for by_width in zip(*proxy, strict=True) if all(by_width)]
+    if weights is not None and all(data["error"]):
         columns["cost"] = [[_short(sum(w * e for w, e in zip(weights, error, strict=True))) for error in expert]
                            for expert in data["error"]]
     for name, values in columns.items():

@@ -100,6 +100,15 @@ def show_allocation(console: Console, allocation: dict) -> None:
         counts = "  ".join(f"{count} x {width}" for width, count in entry["counts"].items())
         table.add_row(name, entry["mean"], counts, f"{entry['predicted_kl']:.4f}")
     console.print(table)
+    choice = allocation["choice"]
+    gains = ", ".join(f"{name} {gain:.1%}" for name, gain in choice["gains"].items())
+    console.print(f"Costs from two halves of the held-out text: rank correlation {choice['correlation']:.2f}; widths "
+                  f"from one half gain on the other, over a random mix: {gains or 'not compared'}.", soft_wrap=True)
+    if checked := allocation["predicted"]:
+        console.print(f"Costs were predicted from energies: rank correlation {checked['rank_correlation']:.2f} with "
+                      f"those measured of the {count(checked['experts'], 'expert')} that were encoded.", soft_wrap=True)
+    if allocation["warning"]:
+        console.print(f"[bold red]warning[/bold red] {escape(allocation['warning'])}", soft_wrap=True)
 
 
 def show_assembly(console: Console, report: dict) -> None:

@@ -25,8 +25,10 @@ from keys35.recipe import Recipe
 from keys35.report.machine import machine
 from keys35.report.measured import making
 from keys35.runtime.reference import Reference, make_reference
-from keys35.stages.allocate import allocate, read_measured, width_sets
+from keys35.stages.allocate import allocate, width_sets
 from keys35.stages.baselines import score_sets
+from keys35.stages.choice import EXPERTS, choose, widths_on
+from keys35.stages.costs import read_measured
 from keys35.stages.job import Job, open_job
 from keys35.stages.measure import measure
 from keys35.stages.quantize import quantize
@@ -34,13 +36,14 @@ from keys35.stages.sizes import class_sizes
 from keys35.stages.units import expert_units
 from keys35.stages.validate import held_out_panel
 
-ALLOCATED_LATER = ("bits", "scope", "fairness")  # keys of [experts] that no encoding depends on
+ALLOCATED_LATER = ("bits", "scope", "fairness", "fallback")  # keys of [experts] that no encoding depends on
 SHIPPED = "ablations.toml"
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A named change of a recipe; `changes` maps dotted keys to values, `sets` names what is scored (all if empty)."""
+    """A named change of a recipe; `changes` maps dotted keys to values, `sets` names what is scored (all if empty;
+    "experts": widths by experts' costs even where the recipe falls back)."""
 
     group: str
     name: str
@@ -126,7 +129,10 @@ def _row(job: Job, encoding: Job, variant: Variant, reference: Reference, progre
     allocate(encoding)
     quantize(encoding, progress)
     measured, experts = read_measured(job), job.recipe.experts
-    sets, weights = width_sets(job, measured)
+    choice = choose(job, measured)
+    sets = width_sets(job, measured, choice)
+    if EXPERTS in variant.sets:
+        sets[EXPERTS] = widths_on(job, measured, EXPERTS)[0]
     sets["by-energy"] = whole_model(measured.predicted_costs(), experts.widths, experts.budget)
     wanted = variant.sets or tuple(sets)
     widths = {name: _by_layer(job, sets[name]) for name in sets if name.rstrip("0123456789").rstrip("-") in wanted
@@ -140,7 +146,7 @@ def _row(job: Job, encoding: Job, variant: Variant, reference: Reference, progre
         "noise_floor": reference.facts["noise"], "panel_tokens": reference.facts["tokens"],
         "sets": {name: _numbers(metrics) | {"mean": str(mean_width(sets[name])), "counts": bit_counts(sets[name])}
                  for name, metrics in scored.items()},
-        "domain_weights": weights.tolist(),
+        "choice": choice.facts(),
         "proxy_error": _proxy_errors(job),
         "bytes": sum(size.output_bytes for size in class_sizes(job.rules.values(), job.recipe, sizes, 1)),
         "seconds": {k: v for k, v in making(job.work)["seconds"].items() if not k.startswith("baseline")},
@@ -169,7 +175,7 @@ def _proxy_errors(job: Job) -> dict[str, float]:
         for unit in expert_units(job, layer):
             receipt = job.work.receipt(unit.name)
             for width, experts in receipt["data"]["proxy_error"].items():
-                found.setdefault(width, []).extend(error for expert in experts for error in expert)
+                found.setdefault(width, []).extend(error for expert in experts if expert for error in expert)
     return {width: fmean(errors) for width, errors in found.items()}
 
 

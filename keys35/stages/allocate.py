@@ -1,15 +1,11 @@
 """Allocate: one width per routed expert under the exact budget, with the baselines beside it."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 
 from keys35.allocation import (
     bit_counts,
-    fair_allocation,
     mean_width,
     neighbours,
     one_width_per_layer,
@@ -21,73 +17,12 @@ from keys35.allocation import (
 )
 from keys35.errors import ResumeError
 from keys35.files.atomic import read_json, write_json
+from keys35.stages.choice import Choice, choose, reason
+from keys35.stages.costs import Measured, prediction_check, read_measured
 from keys35.stages.job import Job
-from keys35.stages.units import SENSITIVITY, expert_units
 
 ALLOCATION = "allocation.json"
 UNIT = "allocate"
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Measured errors per MoE layer. error[l]: (experts, widths, domains), g^2 |f - f_K|^2 per selection token.
-
-    energy[l]: (experts, domains), the same of g^2 |f|^2.
-    alpha[l]: (domains,), nats of final KL per unit of the layer's summed error. share: (domains,), sums to 1.
-    """
-
-    layers: tuple[int, ...]
-    widths: tuple[int, ...]
-    error: tuple[np.ndarray, ...]
-    energy: tuple[np.ndarray, ...]
-    alpha: tuple[np.ndarray, ...]
-    share: np.ndarray
-
-    def costs_by_domain(self) -> list[np.ndarray]:
-        """(experts, widths, domains) per layer: predicted nats of final KL, each domain's part of the mean."""
-        return [e * (self.share * a) for e, a in zip(self.error, self.alpha, strict=True)]
-
-    def costs(self) -> list[np.ndarray]:
-        """(experts, widths) per layer: predicted nats of final KL."""
-        return [layer.sum(axis=2) for layer in self.costs_by_domain()]
-
-    def predicted_costs(self, sample: int = 1) -> list[np.ndarray]:
-        """Costs as `costs` has them, but from the output's energy and what `sample` encoded experts a layer lost."""
-        costs = []
-        for error, energy, alpha in zip(self.error, self.energy, self.alpha, strict=True):
-            lost = error[:sample].sum(axis=(0, 2)) / energy[:sample].sum()
-            costs.append((energy * (self.share * alpha)).sum(axis=1)[:, None] * lost)
-        return costs
-
-    def plain_errors(self) -> list[np.ndarray]:
-        """(experts, widths) per layer without layer weights: errors only, as if layers were comparable."""
-        return [(e * self.share).sum(axis=2) for e in self.error]
-
-
-def read_measured(job: Job) -> Measured:
-    """Collect the receipts of `measure`; raises ResumeError naming the first unit that is missing."""
-    layers = tuple(job.config.moe_layers)
-    errors, energies = [], []
-    for layer in layers:
-        parts, powers = [], []
-        for unit in expert_units(job, layer):
-            receipt = job.work.receipt(unit.name)
-            if receipt is None:
-                raise _unmeasured(job, unit.name)
-            parts.append(np.asarray(receipt["data"]["error"], dtype=np.float64))
-            powers.append(np.asarray(receipt["data"]["energy"], dtype=np.float64))
-        errors.append(np.concatenate(parts))
-        energies.append(np.concatenate(powers))
-    receipt = job.work.receipt(SENSITIVITY)
-    if receipt is None:
-        raise _unmeasured(job, SENSITIVITY)
-    alpha = tuple(np.asarray(receipt["data"]["alpha"][str(layer)], dtype=np.float64) for layer in layers)
-    share = np.array([domain.share for domain in job.text.domains])
-    return Measured(layers, job.recipe.experts.widths, tuple(errors), tuple(energies), alpha, share / share.sum())
-
-
-def _unmeasured(job: Job, unit: str) -> ResumeError:
-    return ResumeError(f"{job.work.root}: '{unit}' is not measured yet: run `keys35 measure` on this directory first")
 
 
 def allocate(job: Job) -> dict[str, object]:
@@ -95,57 +30,28 @@ def allocate(job: Job) -> dict[str, object]:
     measured = read_measured(job)
     experts = job.recipe.experts
     costs = measured.costs()
-    sets, weights = width_sets(job, measured)
-    chosen = sets["allocation"]
+    choice = choose(job, measured)
+    sets, chosen = width_sets(job, measured, choice), choice.widths
     result = {
         "layers": list(measured.layers),
         "candidate_widths": list(experts.widths),
         "scope": experts.scope,
         "budget": str(experts.budget),
-        "domain_weights": weights.tolist(),
+        "choice": choice.facts(),
+        "predicted": prediction_check(job),
+        "warning": reason(choice.facts()),
         "sets": {name: _describe(widths, costs, experts.widths) for name, widths in sets.items()},
     }
     path = job.work.path(ALLOCATION)
     write_json(path, result)
     job.work.commit(UNIT, [path], {"mean": str(mean_width(chosen)), "counts": bit_counts(chosen)})
-    job.work.log("allocated", counts=bit_counts(chosen))
+    job.work.log("allocated", counts=bit_counts(chosen), basis=choice.basis, correlation=choice.correlation)
     return result
 
 
-def width_sets(job: Job, measured: Measured) -> tuple[dict[str, list[np.ndarray]], np.ndarray]:
-    """The allocation under the job's recipe with its baselines, widths per layer; and the domains' weights in it."""
-    chosen, weights = _choose(job, measured)
-    return {"allocation": chosen} | _baselines(job, measured), weights
-
-
-def _choose(job: Job, measured: Measured) -> tuple[list[np.ndarray], np.ndarray]:
-    """The allocation, and the weight that every domain had in it (1 each, unless fairness asked for more)."""
-    experts, costs = job.recipe.experts, measured.costs_by_domain()
-    solver = _solver(job)
-
-    def solve(layers: list[np.ndarray]) -> list[np.ndarray]:
-        return solver(layers, experts.widths, experts.budget)
-
-    typical = _typical(costs, experts.widths, experts.budget)
-    if typical is None or not experts.fairness:
-        return solve(measured.costs()), np.ones(len(measured.share))
-    return fair_allocation(solve, costs, experts.widths, typical, experts.fairness)
-
-
-def _typical(costs: list[np.ndarray], widths: Sequence[float], budget: Fraction) -> np.ndarray | None:
-    """What a random mix of the neighbouring whole widths costs each domain on average; None if one is no candidate."""
-    low, high = neighbours(budget)
-    if not {low, high} <= set(widths):
-        return None
-    share = float(budget - low)
-    return sum((1 - share) * layer[:, widths.index(low)].sum(0) + share * layer[:, widths.index(high)].sum(0)
-               for layer in costs)
-
-
-def _solver(job: Job) -> Callable[[list[np.ndarray], Sequence[int], Fraction], list[np.ndarray]]:
-    if job.recipe.output.profile == "uniform-layer":
-        return one_width_per_layer
-    return whole_model if job.recipe.experts.scope == "model" else per_layer
+def width_sets(job: Job, measured: Measured, choice: Choice) -> dict[str, list[np.ndarray]]:
+    """The allocation with its baselines, widths per layer."""
+    return {"allocation": choice.widths} | _baselines(job, measured)
 
 
 def _baselines(job: Job, measured: Measured) -> dict[str, list[np.ndarray]]:

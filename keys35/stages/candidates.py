@@ -12,7 +12,7 @@ from keys35.glm.block import LayerWeights
 from keys35.glm.names import PROJECTIONS
 from keys35.glm.weights import Overlay
 from keys35.stages.job import Job
-from keys35.stages.units import ExpertUnit, expert_units, load_recorded
+from keys35.stages.units import ExpertUnit, expert_units, load_recorded, sampled
 
 GROUPS_IN_MEMORY = 4
 READERS = 4
@@ -30,8 +30,8 @@ class Candidates:
         self._held: dict[tuple[ExpertUnit, int], dict[str, Tensor]] = {}
 
     def hold(self, width: int) -> None:
-        """Read the whole layer at one width now, several files at a time, and keep it in memory."""
-        units = expert_units(self._job, self._layer)
+        """Read all of the layer that is encoded at one width now, several files at a time, and keep it in memory."""
+        units = [unit for unit in expert_units(self._job, self._layer) if sampled(self._job, unit)]
         with ThreadPoolExecutor(READERS) as pool:
             groups = pool.map(lambda unit: self._load(unit, width), units)
             self._held |= {(unit, width): group for unit, group in zip(units, groups, strict=True)}
@@ -43,8 +43,8 @@ class Candidates:
         module = f"model.layers.{self._layer}.mlp.experts.{expert}.{projection}"
         return {part: group[f"{module}.{part}"] for part in ("trellis", "suh", "svh", "mul1")}
 
-    def overlay(self, base: LayerWeights, widths: Sequence[int]) -> Overlay:
-        """The layer with every routed expert at its given width."""
+    def overlay(self, base: LayerWeights, widths: Sequence[int | None]) -> Overlay:
+        """The layer with every routed expert at its given width; None: as the source has it."""
         return Overlay(base, _Decoded(self, widths))
 
     def _load(self, unit: ExpertUnit, width: int) -> dict[str, Tensor]:
@@ -64,13 +64,13 @@ def are_held(job: Job, widths: Mapping[int, Sequence[int]]) -> bool:
 class _Decoded(Mapping[str, Tensor]):
     """Decoded (in, out) matrices of a layer's experts by relative module name."""
 
-    def __init__(self, candidates: Candidates, widths: Sequence[int]):
+    def __init__(self, candidates: Candidates, widths: Sequence[int | None]):
         self._candidates = candidates
         self._widths = widths
 
     def __getitem__(self, module: str) -> Tensor:
         parts = module.split(".")
-        if parts[:2] != ["mlp", "experts"]:
+        if parts[:2] != ["mlp", "experts"] or self._widths[int(parts[2])] is None:
             raise KeyError(module)
         expert = int(parts[2])
         stored = self._candidates.encoded(expert, parts[3], self._widths[expert])

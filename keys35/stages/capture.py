@@ -15,7 +15,8 @@ from keys35.files.atomic import load_tensors, save_tensors
 from keys35.glm.mtp import mtp_inputs
 from keys35.glm.names import FINAL_NORM
 from keys35.glm.weights import Keep, StoredLayer, WeightStore
-from keys35.stages.experts import LayerRows, Shelf
+from keys35.stages.expert_encoding import LayerRows
+from keys35.stages.experts import Shelf
 from keys35.stages.job import Job
 from keys35.stages.needs import rows_stay
 from keys35.stages.scan import broken_tensors
@@ -233,8 +234,8 @@ def _ready_rows(job: Job, rows: dict[str, MoeRows], hessian: Tensor, windows: di
     """Rows where the encoder will look for them; Hessian: of the input that all experts share."""
     selection = rows["selection"]
     per_window = selection.x.shape[0] // len(windows["selection"])
-    domain = windows["selection"].domain.repeat_interleave(per_window)
-    ready = LayerRows(rows["fit"], selection, domain, len(job.text.domains), hessian)
+    domain, half = (part.repeat_interleave(per_window) for part in windows["selection"].domain_and_half())
+    ready = LayerRows(rows["fit"], selection, domain, half, len(job.text.domains), hessian)
     return ready.to(job.device) if rows_stay(ready.fit.x.nbytes + selection.x.nbytes, job.recipe) else ready
 
 

@@ -8,42 +8,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from keys35.calibration.statistics import MoeRows, expert_hessians
-from keys35.exl3.encode import LinearJob, encode_group
 from keys35.exl3.linear import EncodedLinear, decode_weight
 from keys35.files.ahead import Ahead
 from keys35.files.atomic import Saved
 from keys35.glm.layer import gated_mlp
-from keys35.glm.names import PROJECTIONS
+from keys35.stages.expert_encoding import LayerRows, Weights, encode_weights, expert_names
 from keys35.stages.job import Job
 from keys35.stages.spans import Spans
 from keys35.stages.unit_files import UnitFiles
-from keys35.stages.units import ExpertUnit
+from keys35.stages.units import ExpertUnit, sampled
 
-Weights = tuple[Tensor, Tensor, Tensor]  # gate, up, down; each (in, out) float32
 Batch = tuple[int, tuple[int, ...]]  # a layer and some of its experts
 Reader = Ahead[dict[int, list[Tensor]]]
 
-
-@dataclass(frozen=True)
-class LayerRows:
-    """What a layer's experts are encoded on and judged on.
-
-    fit shapes the Hessians; selection (held out) carries the error; domain (T_selection,) says whose text a row is.
-    """
-
-    fit: MoeRows
-    selection: MoeRows
-    domain: Tensor
-    domains: int
-    hessian: Tensor  # mean x x^T of the layer's MoE input over all fit tokens
-
-    def to(self, device: torch.device) -> "LayerRows":
-        """The same rows on a device."""
-        return LayerRows(
-            self.fit.to(device), self.selection.to(device), self.domain.to(device), self.domains,
-            self.hessian.to(device),
-        )
 
 
 def encode_experts(
@@ -53,14 +30,20 @@ def encode_experts(
     """Encode a group at each width and commit what it costs; save one file for each width of `keep`.
 
     error[e][width][domain] is the mean over the domain's selection tokens of g^2 |f(x) - f_K(x)|^2 (zero for
-    tokens routed elsewhere); error_se its standard error over rows; energy[e][domain] the same mean of g^2 |f(x)|^2.
+    tokens routed elsewhere); error_se its standard error over rows; error_by_half[e][half][width][domain] the same mean
+    over half of the windows; energy[e][domain] that of g^2 |f(x)|^2. What a predicted measurement does not encode has
+    an energy only.
     A GPU takes a batch of the group at a time: the next one's weights are read, and the last one's encodings written,
     while it works; behind the last batch the first one of the `following` unit is read.
     """
-    spent = Spans(job.device)
-    after = _batches(job, following.layer, following.experts)[0] if following else None
-    found, written = _encode_all(job, unit, unit.experts, widths, keep, rows, spent, reader, after)
-    held = {"held": {str(width): list(unit.experts) for width in keep}}
+    spent, chosen = Spans(job.device), sampled(job, unit)
+    after = _first_batch(job, following) if following else None
+    found, written = {}, {}
+    if chosen:
+        found, written = _encode_all(job, unit, chosen, widths, keep, rows, spent, reader, after)
+    with spent("judging"):
+        found |= {e: _look(job, unit.layer, e, rows) for e in unit.experts if e not in found}
+    held = {"held": {str(width): chosen for width in keep}}
     data = _receipt(unit, widths, [found[expert] for expert in unit.experts]) | held
     job.work.commit(unit.name, written, data)
     job.work.log("experts-time", unit=unit.name, seconds=spent.facts())
@@ -79,6 +62,8 @@ def encode_chosen(
     for width, experts in chosen.items():
         found, written = _encode_all(job, unit, experts, [width], [width], rows, spent, reader)
         files |= written
+        for expert, encoded in found.items():
+            data["proxy_error"][str(width)][data["experts"].index(expert)] = encoded.proxy_error[0]
     held = data["held"] | {str(width): list(experts) for width, experts in chosen.items()}
     job.work.commit(unit.name, files, data | {"held": held})
 
@@ -91,7 +76,7 @@ def _encode_all(
     found: dict[int, Encoded] = {}
     shape = job.config.hidden_size, job.config.moe_intermediate_size
     shapes = {name: shape[::-1] if name.endswith("down_proj") else shape
-              for expert in experts for name in _names(unit.layer, expert)}
+              for expert in experts for name in expert_names(unit.layer, expert)}
     batches = _batches(job, unit.layer, experts)
     with UnitFiles({width: unit.file(job, width) for width in keep}, shapes) as files:
         for batch, then in zip(batches, [*batches[1:], after], strict=True):
@@ -104,17 +89,19 @@ def _encode_all(
 
 @dataclass(frozen=True)
 class Encoded:
-    """What a receipt says of one expert; errors are (widths, domains), energy (domains,), proxy errors
-    (widths, projections).
+    """What a receipt says of one expert; errors are (widths, domains), by half (2, widths, domains), energy
+    (domains,), proxy errors (widths, projections). None: it was not encoded.
     """
 
     fit_rows: int
     shrink: float
     selection_rows: int
-    error: list[list[float]]
-    error_se: list[list[float]]
+    error: list[list[float]] | None
+    error_se: list[list[float]] | None
+    error_by_half: list[list[list[float]]] | None
     energy: list[float]
-    proxy_error: list[list[float]]
+    energy_by_half: list[list[float]]
+    proxy_error: list[list[float]] | None
     fallback: list[str]
 
 
@@ -126,6 +113,12 @@ def _batches(job: Job, layer: int, experts: Sequence[int]) -> list[Batch]:
     return [(layer, tuple(order[first : first + most])) for first in range(0, len(order), most)]
 
 
+def _first_batch(job: Job, unit: ExpertUnit) -> Batch | None:
+    """What encoding a unit begins with; None if none of its experts is to be encoded."""
+    chosen = sampled(job, unit)
+    return _batches(job, unit.layer, chosen)[0] if chosen else None
+
+
 class Shelf:
     """What a worker finds ready in this process: a layer's rows, and batches of experts that were read before."""
 
@@ -135,13 +128,14 @@ class Shelf:
 
     def expect(self, job: Job, unit: ExpertUnit) -> None:
         """Begin to read what a unit begins with."""
-        self.reader.begin(_batches(job, unit.layer, unit.experts)[0])
+        if batch := _first_batch(job, unit):
+            self.reader.begin(batch)
 
 
 def _read_batch(job: Job, pinned: bool, batch: Batch) -> dict[int, list[Tensor]]:
     """Experts' projections as the source has them; in pinned memory where a GPU will fetch them."""
     layer, experts = batch
-    return {e: [job.source.read(f"{name}.weight", pinned) for name in _names(layer, e)] for e in experts}
+    return {e: [job.source.read(f"{name}.weight", pinned) for name in expert_names(layer, e)] for e in experts}
 
 
 def _on_device(job: Job, parts: Sequence[Tensor]) -> Weights:
@@ -152,21 +146,18 @@ def _encode_batch(
     job: Job, layer: int, weights: dict[int, Weights], widths: Sequence[int], rows: LayerRows, files: UnitFiles,
     spent: Spans,
 ) -> dict[int, Encoded]:
-    with spent("Hessians"):
-        jobs, hessians, facts = _encoder_input(job, layer, weights, rows)
-    with spent("encode"):
-        encoded = encode_group(jobs, hessians, widths, job.encode_options, job.recipe.seed)
-    for item in jobs:
+    encoded, facts = encode_weights(job, layer, weights, widths, rows, spent)
+    for name in (name for expert in weights for name in expert_names(layer, expert)):
         for width in files.widths:
-            files.give(item.name, encoded[item.name, width])
+            files.give(name, encoded[name, width])
     with spent("judging"):
         judged = {e: _judge(layer, e, parts, encoded, widths, rows) for e, parts in weights.items()}
     return {
         expert: Encoded(
             *facts[expert],
             *judged[expert],
-            [[encoded[name, width].proxy_error for name in _names(layer, expert)] for width in widths],
-            [name for name in _names(layer, expert) if encoded[name, widths[0]].fallback],
+            [[encoded[name, width].proxy_error for name in expert_names(layer, expert)] for width in widths],
+            [name for name in expert_names(layer, expert) if encoded[name, widths[0]].fallback],
         )
         for expert in weights
     }
@@ -181,32 +172,20 @@ def _receipt(unit: ExpertUnit, widths: Sequence[int], experts: Sequence[Encoded]
         "selection_rows": [e.selection_rows for e in experts],
         "error": [e.error for e in experts],
         "error_se": [e.error_se for e in experts],
+        "error_by_half": [e.error_by_half for e in experts],
         "energy": [e.energy for e in experts],
-        "proxy_error": {str(width): [e.proxy_error[i] for e in experts] for i, width in enumerate(widths)},
+        "energy_by_half": [e.energy_by_half for e in experts],
+        "proxy_error": {str(width): [e.proxy_error and e.proxy_error[i] for e in experts]
+                        for i, width in enumerate(widths)},
         "fallback": sorted(name for e in experts for name in e.fallback),
     }
 
 
-def _names(layer: int, expert: int) -> list[str]:
-    return [f"model.layers.{layer}.mlp.experts.{expert}.{leaf}" for leaf in PROJECTIONS]
-
-
-def _encoder_input(
-    job: Job, layer: int, weights: dict[int, Weights], rows: LayerRows
-) -> tuple[list[LinearJob], dict[str, Tensor], dict[int, tuple[int, float]]]:
-    """Linears, their Hessians, and by expert the rows behind them and how far they lean on the layer's."""
-    jobs: list[LinearJob] = []
-    hessians: dict[str, Tensor] = {}
-    facts = {}
-    for expert, (gate, up, down) in weights.items():
-        found = expert_hessians(rows.fit, rows.hessian, expert, gate, up, job.recipe.calibration)
-        prefix = f"model.layers.{layer}.mlp.experts.{expert}"
-        hessians |= {f"{prefix}.input": found.gate_up, f"{prefix}.inner": found.down}
-        names = _names(layer, expert)
-        keys = [f"{prefix}.input", f"{prefix}.input", f"{prefix}.inner"]
-        jobs += [LinearJob(n, w, k) for n, w, k in zip(names, (gate, up, down), keys, strict=True)]
-        facts[expert] = found.rows, found.shrink
-    return jobs, hessians, facts
+def _look(job: Job, layer: int, expert: int, rows: LayerRows) -> Encoded:
+    """What can be said of an expert without encoding it."""
+    stored = _read_batch(job, job.device.type == "cuda", (layer, (expert,)))[expert]
+    judged = _judge(layer, expert, _on_device(job, stored), {}, [], rows)
+    return Encoded(len(rows.fit.of(expert)[0]), 0.0, judged[0], None, None, None, *judged[4:], None, [])
 
 
 def _judge(
@@ -216,25 +195,31 @@ def _judge(
     encoded: dict[tuple[str, float], EncodedLinear],
     widths: Sequence[int],
     rows: LayerRows,
-) -> tuple[int, list[list[float]], list[list[float]], list[float]]:
-    """Rows, errors, standard errors and output energy of one expert on the selection rows routed to it."""
+) -> tuple[int, list[list[float]], list[list[float]], list[list[list[float]]], list[float], list[list[float]]]:
+    """Rows, errors, standard errors, errors by half, output energy and that by half, of one expert's selection rows."""
     index, router = rows.selection.of(expert)
-    x, domain = rows.selection.x[index].to(weights[0].device).float(), rows.domain[index].cpu()
+    x, where = rows.selection.x[index].to(weights[0].device).float(), index.cpu()
     router = router.to(x.device)
-    tokens = torch.bincount(rows.domain, minlength=rows.domains).double().cpu()
+    of_row, sizes = (rows.domain + rows.domains * rows.half.to(rows.domain.device)).cpu(), (2, rows.domains)
+
+    def sums(per_row: Tensor) -> Tensor:  # on the host: a GPU's weighted bincount adds in any order
+        return torch.bincount(of_row[where], per_row.cpu(), rows.domains * 2).view(sizes)
+
+    tokens = torch.bincount(of_row, minlength=rows.domains * 2).double().view(sizes)
     exact = apply_expert(x, weights)
-    errors, spreads = [], []
+    errors, spreads, halves = [], [], []
     for width in widths:
-        parts = [encoded[name, width] for name in _names(layer, expert)]
+        parts = [encoded[name, width] for name in expert_names(layer, expert)]
         decoded = tuple(decode_weight(p.trellis, p.suh, p.svh) for p in parts)
         delta = apply_expert(x, decoded) - exact
-        # Summed on the host: a GPU's weighted bincount adds in any order.
-        per_row = (router.double().square() * delta.double().square().sum(dim=1)).cpu()
-        sums = [torch.bincount(domain, power, rows.domains) for power in (per_row, per_row.square())]
-        errors.append((sums[0] / tokens).tolist())
-        spreads.append((sums[1].sqrt() / tokens).tolist())
-    power = (router.double().square() * exact.double().square().sum(dim=1)).cpu()
-    return len(index), errors, spreads, (torch.bincount(domain, power, rows.domains) / tokens).tolist()
+        per_row = router.double().square() * delta.double().square().sum(dim=1)
+        errors.append((sums(per_row).sum(0) / tokens.sum(0)).tolist())
+        spreads.append((sums(per_row.square()).sum(0).sqrt() / tokens.sum(0)).tolist())
+        halves.append(sums(per_row) / tokens.clamp(min=1))
+    power = sums(router.double().square() * exact.double().square().sum(dim=1))
+    by_half = torch.stack(halves, 1).tolist() if halves else []
+    energy = (power.sum(0) / tokens.sum(0)).tolist(), (power / tokens.clamp(min=1)).tolist()
+    return len(index), errors, spreads, by_half, *energy
 
 
 def apply_expert(x: Tensor, weights: Weights) -> Tensor:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from keys35.errors import BudgetError
-from keys35.stages.allocate import Measured, load_allocation, read_measured
+from keys35.stages.allocate import load_allocation
+from keys35.stages.costs import Measured, read_measured
 from keys35.stages.job import Job
 from keys35.stages.units import expert_units
 
@@ -14,9 +15,9 @@ from keys35.stages.units import expert_units
 class Explanation:
     """One expert among all. Costs are predicted nats of final KL; ranks count from 1, the dearest.
 
-    cost, error_se: per candidate width (error_se relative to the error, over all domains). by_domain: width -> domain
-    -> nats. saving: nats per bit from the chosen width to the next wider one; paid: the least saving of that kind that
-    was bought anywhere; both None at the widest width.
+    cost, error_se: per candidate width (error_se relative to the error, over domains; None: predicted). by_domain:
+    width -> domain -> nats. saving: nats per bit from the chosen width to the next wider one; paid: the least saving of
+    that kind that was bought anywhere; both None at the widest width.
     """
 
     layer: int
@@ -27,7 +28,7 @@ class Explanation:
     shrink: float
     energy_share: float
     cost: dict[str, float]
-    error_se: dict[str, float]
+    error_se: dict[str, float | None]
     by_domain: dict[str, dict[str, float]]
     rank_in_layer: int
     rank_in_model: int
@@ -47,7 +48,8 @@ def explain(job: Job, layer: int, expert: int) -> Explanation:
     names = [str(width) for width in measured.widths]
     costs, parts = measured.costs(), measured.costs_by_domain()[row][expert]
     domains = [domain.name for domain in job.text.domains]
-    spread = np.asarray(data["error_se"][place]) / np.maximum(np.asarray(data["error"][place]), 1e-300)
+    encoded = data["error"][place] is not None
+    spread = np.asarray(data["error_se"][place]) / np.maximum(data["error"][place], 1e-300) if encoded else None
     first = np.concatenate([layer_costs[:, 0] for layer_costs in costs])
     mine = costs[row][expert, 0]
     saving, paid = _margins(measured, costs, allocation, row, expert)
@@ -55,7 +57,7 @@ def explain(job: Job, layer: int, expert: int) -> Explanation:
         layer, expert, allocation[layer][expert], data["fit_rows"][place], data["selection_rows"][place],
         data["shrink"][place], float(measured.energy[row][expert].sum() / measured.energy[row].sum()),
         dict(zip(names, costs[row][expert].tolist(), strict=True)),
-        dict(zip(names, spread.mean(axis=1).tolist(), strict=True)),
+        dict(zip(names, spread.mean(axis=1).tolist() if encoded else [None] * len(names), strict=True)),
         {name: dict(zip(domains, by.tolist(), strict=True)) for name, by in zip(names, parts, strict=True)},
         int((costs[row][:, 0] > mine).sum()) + 1, int((first > mine).sum()) + 1, saving, paid,
     )
@@ -86,7 +88,9 @@ def sentences(found: Explanation) -> list[str]:
     ]
     for name, cost in found.cost.items():
         domains = ", ".join(f"{domain} {nats:.2e}" for domain, nats in found.by_domain[name].items())
-        lines.append(f"{name} bits cost {cost:.2e} nats of KL ({domains}), error known to {found.error_se[name]:.0%}.")
+        spread = found.error_se[name]
+        known = "predicted from its energy" if spread is None else f"error known to {spread:.0%}"
+        lines.append(f"{name} bits cost {cost:.2e} nats of KL ({domains}), {known}.")
     if found.saving is not None and found.paid is not None:
         lines.append(f"The next wider width would save {found.saving:.2e} nats a bit; the least that was paid for "
                      f"elsewhere saves {found.paid:.2e}.")

@@ -15,7 +15,7 @@ from keys35.stages.capture import READERS
 from keys35.stages.job import Job
 from keys35.stages.spans import Spans
 from keys35.stages.states import WINDOWS_AT_ONCE_TOKENS, States
-from keys35.stages.units import SENSITIVITY, expert_units, sensitivity_unit
+from keys35.stages.units import SENSITIVITY, expert_units, sampled, sensitivity_unit
 
 LOGIT_ROWS = 256
 
@@ -45,8 +45,8 @@ def middle_width(recipe: Recipe) -> tuple[int, int]:
 def propagate_part(job: Job, store: WeightStore, selection: Windows, part: int) -> None:
     """Record a part's KL per layer and domain, in nats summed over its tokens.
 
-    Copy l runs layer l with all its experts at the middle candidate width and everything else unquantized, so
-    its KL against the unperturbed copy is what that layer's real encoding error costs.
+    Copy l runs layer l with all its experts (those that were encoded) at the middle candidate width and everything else
+    unquantized, so its KL against the unperturbed copy is what that layer's real encoding error costs.
     """
     spent = Spans(job.device)
     windows, size = _windows(selection, job.recipe), _at_once(job.recipe)
@@ -73,7 +73,9 @@ def conclude_sensitivity(job: Job, selection: Windows) -> None:
         nats = sum(torch.tensor(part[str(layer)], dtype=torch.float64) for part in parts) / tokens
         error = torch.zeros(len(windows.domains), dtype=torch.float64)
         for unit in expert_units(job, layer):
-            error += torch.tensor(job.work.require(unit.name)["data"]["error"], dtype=torch.float64)[:, middle].sum(0)
+            known = [e for e in job.work.require(unit.name)["data"]["error"] if e is not None]
+            if known:
+                error += torch.tensor(known, dtype=torch.float64)[:, middle].sum(0)
         kl[str(layer)] = nats.tolist()
         alpha[str(layer)] = (nats / error.clamp_min(torch.finfo(torch.float64).tiny)).tolist()
     data = {
@@ -108,7 +110,9 @@ def _propagate(
             entered = copies[None]
             copies = {name: advance(states, layer=layer, weights=weights) for name, states in copies.items()}
             if candidates:
-                perturbed = candidates.overlay(weights, [width] * job.experts)
+                encoded = {expert for unit in expert_units(job, layer) for expert in sampled(job, unit)}
+                widths = [width if expert in encoded else None for expert in range(job.experts)]
+                perturbed = candidates.overlay(weights, widths)
                 copies[layer] = advance(entered, layer=layer, weights=perturbed)
     coming.shutdown()
     return copies

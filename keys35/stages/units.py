@@ -42,6 +42,15 @@ def expert_units(job: Job, layer: int) -> list[ExpertUnit]:
     return [ExpertUnit(layer, group) for group in job.expert_groups()]
 
 
+def sampled(job: Job, unit: ExpertUnit) -> list[int]:
+    """Those of a unit's experts that `measure` encodes: all, or for a predicted measurement one in `experts.sample`."""
+    choice = job.recipe.experts
+    if choice.measure == "encoded" or job.config.is_mtp(unit.layer):
+        return list(unit.experts)
+    step = min(choice.sample, job.experts)
+    return [expert for expert in unit.experts if expert % step == unit.layer % step]
+
+
 def unit_rules(job: Job, unit: ExpertUnit) -> list[TensorRule]:
     """The linears of a group of experts."""
     names = [f"model.layers.{unit.layer}.mlp.experts.{e}.{leaf}.weight" for e in unit.experts for leaf in PROJECTIONS]

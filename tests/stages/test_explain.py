@@ -3,7 +3,8 @@
 import pytest
 
 from keys35.errors import BudgetError
-from keys35.stages.allocate import load_allocation, read_measured
+from keys35.stages.allocate import load_allocation
+from keys35.stages.costs import read_measured
 from keys35.stages.explain import explain, sentences
 from keys35.stages.job import resume_job
 

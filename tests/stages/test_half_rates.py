@@ -14,7 +14,7 @@ from keys35.stages.pipeline import run
 @pytest.mark.slow
 def test_half_rates_go_through_every_stage(tmp_path):
     source, out = small_source(tmp_path / "source"), tmp_path / "out"
-    recipe = small_recipe(experts={"widths": [2, 2.5, 3], "bits": 2.5, "group": 2, "fairness": 0})
+    recipe = small_recipe(experts={"widths": [2, 2.5, 3], "bits": 2.5, "group": 2, "fairness": 0, "fallback": False})
     with open_job(source, recipe, tmp_path / "work") as job:
         result = run(job, out, Progress(job.work), tp=4)
     report = check(out, reference=source, deep=True, expected=recipe)

@@ -12,9 +12,10 @@ from keys35.errors import PlanError, ResumeError
 from keys35.exl3.linear import decode_weight
 from keys35.files.headers import read_header
 from keys35.progress import Progress
-from keys35.stages.allocate import ALLOCATION, read_measured
+from keys35.stages.allocate import ALLOCATION
 from keys35.stages.assemble import assemble
 from keys35.stages.check import check
+from keys35.stages.costs import read_measured
 from keys35.stages.job import open_job, resume_job
 from keys35.stages.quantize import quantize
 from keys35.stages.units import ExpertUnit, expert_units

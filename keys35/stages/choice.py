@@ -1,0 +1,138 @@
+"""Which widths, and on what ground: experts' own costs, or a random mix where held-out text does not bear them out.
+
+Costs measured on one half of the selection windows choose widths that the other half prices. Where that loses to a
+random mix in any domain, or the set was read without some of its domains, experts' own costs are not followed.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+
+import numpy as np
+
+from keys35.allocation import (
+    fair_allocation,
+    neighbours,
+    one_width_per_layer,
+    per_layer,
+    price,
+    random_layers,
+    random_mix,
+    rank_correlation,
+    whole_model,
+)
+from keys35.calibration.text import load_text_set
+from keys35.stages.costs import Measured, read_measured
+from keys35.stages.job import Job
+
+EXPERTS, RANDOM = "experts", "random"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The widths per layer, and how they came about.
+
+    basis: "experts" (each one's own costs) or "random". gains: by domain, what costs of one half of the text gain over
+    a random mix on the other half, both ways averaged; empty where no mix can be named. correlation: Spearman's, of the
+    experts' costs from the two halves. missing: domains of the set that were not read. weights: the domains' in it.
+    """
+
+    widths: list[np.ndarray]
+    basis: str
+    gains: dict[str, float]
+    correlation: float
+    missing: tuple[str, ...]
+    weights: np.ndarray
+
+    def facts(self) -> dict[str, object]:
+        """All but the widths, for allocation.json."""
+        found = {key: value for key, value in asdict(self).items() if key not in ("widths", "weights")}
+        return found | {"missing": list(self.missing), "domain_weights": self.weights.tolist()}
+
+
+def choose(job: Job, measured: Measured) -> Choice:
+    """The allocation under the job's recipe, on the surest ground that its experts' costs allow."""
+    halves = [read_measured(job, half) for half in (0, 1)]
+    named = {domain.name for domain in job.text.domains}
+    missing = tuple(d.name for d in load_text_set(job.recipe.calibration.set).domains if d.name not in named)
+    correlation = rank_correlation(*(np.concatenate([c[:, 0] for c in half.costs()]) for half in halves))
+    gains = _held_out_gain(job, halves)
+    loses = bool(gains) and (bool(missing) or min(gains.values()) < 0)
+    basis = RANDOM if loses and job.recipe.experts.fallback else EXPERTS
+    widths, weights = widths_on(job, measured, basis)
+    return Choice(widths, basis, gains, correlation, missing, weights)
+
+
+def widths_on(job: Job, measured: Measured, basis: str) -> tuple[list[np.ndarray], np.ndarray]:
+    """Widths chosen by experts' costs or at random, and the domains' weights in that."""
+    return (_at_random(job, measured), np.ones(len(measured.share))) if basis == RANDOM else _cheapest(job, measured)
+
+
+def _at_random(job: Job, measured: Measured) -> list[np.ndarray]:
+    """A random mix that keeps what the recipe asks for: one width a layer, or the mean in every layer."""
+    sizes, budget, seed = [len(layer) for layer in measured.error], job.recipe.experts.budget, job.recipe.seed
+    if job.recipe.output.profile == "uniform-layer":
+        return random_layers(sizes, budget, seed)
+    if job.recipe.experts.scope == "layer":
+        return [random_mix([size], budget, seed + number)[0] for number, size in enumerate(sizes)]
+    return random_mix(sizes, budget, seed)
+
+
+def _held_out_gain(job: Job, halves: Sequence[Measured]) -> dict[str, float]:
+    """By domain, what one half's widths save of a random mix's cost on the other half; empty where there is no mix."""
+    experts, gains = job.recipe.experts, []
+    for chooser, judge in (halves, halves[::-1]):
+        costs = judge.costs_by_domain()
+        random = typical(costs, experts.widths, experts.budget)
+        if random is None:
+            return {}
+        widths, _ = widths_on(job, chooser, EXPERTS)
+        paid = sum(price(layer, picked, experts.widths) for layer, picked in zip(costs, widths, strict=True))
+        gains.append(1 - paid / np.maximum(random, np.finfo(float).tiny))
+    return dict(zip((d.name for d in job.text.domains), np.mean(gains, axis=0).tolist(), strict=True))
+
+
+def reason(choice: dict[str, object]) -> str | None:
+    """What speaks against experts' own costs, and what to do; None where nothing does."""
+    lost = [f"{name} ({gain:+.1%})" for name, gain in choice["gains"].items() if gain < 0]
+    why = [f"the calibration text lacks its set's domains {', '.join(choice['missing'])}"] if choice["missing"] else []
+    why += [f"costs from half of the held-out text do not beat a random mix on the other half in {', '.join(lost)}"
+            ] if lost else []
+    if not why and len(choice["gains"]) == 1:
+        [only] = choice["gains"]
+        return (f"the calibration text has one domain, '{only}': nothing tells what the widths do to others; add text "
+                "of each kind that the model is used for")
+    if not why:
+        return None
+    how = "were chosen at random" if choice["basis"] == RANDOM else "follow it all the same (experts.fallback)"
+    return f"{' and '.join(why)}: widths {how}; add such text or more of it (calibration.*) and measure again"
+
+
+def _cheapest(job: Job, measured: Measured) -> tuple[list[np.ndarray], np.ndarray]:
+    """The allocation, and the weight that every domain had in it (1 each, unless fairness asked for more)."""
+    experts, costs = job.recipe.experts, measured.costs_by_domain()
+    solver = _solver(job)
+
+    def solve(layers: list[np.ndarray]) -> list[np.ndarray]:
+        return solver(layers, experts.widths, experts.budget)
+
+    random = typical(costs, experts.widths, experts.budget)
+    if random is None or not experts.fairness:
+        return solve(measured.costs()), np.ones(len(measured.share))
+    return fair_allocation(solve, costs, experts.widths, random, experts.fairness)
+
+
+def typical(costs: list[np.ndarray], widths: Sequence[float], budget: Fraction) -> np.ndarray | None:
+    """What a random mix of the neighbouring whole widths costs each domain on average; None if one is no candidate."""
+    low, high = neighbours(budget)
+    if not {low, high} <= set(widths):
+        return None
+    share = float(budget - low)
+    return sum((1 - share) * layer[:, widths.index(low)].sum(0) + share * layer[:, widths.index(high)].sum(0)
+               for layer in costs)
+
+
+def _solver(job: Job) -> Callable[[list[np.ndarray], Sequence[int], Fraction], list[np.ndarray]]:
+    if job.recipe.output.profile == "uniform-layer":
+        return one_width_per_layer
+    return whole_model if job.recipe.experts.scope == "model" else per_layer

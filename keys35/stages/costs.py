@@ -1,0 +1,111 @@
+"""What measure found, as numbers: errors, energies and layer weights, and the costs they come to."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from keys35.allocation import rank_correlation
+from keys35.errors import ResumeError
+from keys35.stages.job import Job
+from keys35.stages.units import SENSITIVITY, expert_units
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Measured errors per MoE layer. error[l]: (experts, widths, domains), g^2 |f - f_K|^2 per selection token.
+
+    energy[l]: (experts, domains), the same of g^2 |f|^2.
+    alpha[l]: (domains,), nats of final KL per unit of the layer's summed error. share: (domains,), sums to 1.
+    """
+
+    layers: tuple[int, ...]
+    widths: tuple[int, ...]
+    error: tuple[np.ndarray, ...]
+    energy: tuple[np.ndarray, ...]
+    alpha: tuple[np.ndarray, ...]
+    share: np.ndarray
+
+    def costs_by_domain(self) -> list[np.ndarray]:
+        """(experts, widths, domains) per layer: predicted nats of final KL, each domain's part of the mean."""
+        return [e * (self.share * a) for e, a in zip(self.error, self.alpha, strict=True)]
+
+    def costs(self) -> list[np.ndarray]:
+        """(experts, widths) per layer: predicted nats of final KL."""
+        return [layer.sum(axis=2) for layer in self.costs_by_domain()]
+
+    def predicted_costs(self, sample: int = 1) -> list[np.ndarray]:
+        """Costs as `costs` has them, but from the output's energy and what `sample` encoded experts a layer lost."""
+        costs = []
+        for error, energy, alpha in zip(self.error, self.energy, self.alpha, strict=True):
+            lost = error[:sample].sum(axis=(0, 2)) / energy[:sample].sum()
+            costs.append((energy * (self.share * alpha)).sum(axis=1)[:, None] * lost)
+        return costs
+
+    def plain_errors(self) -> list[np.ndarray]:
+        """(experts, widths) per layer without layer weights: errors only, as if layers were comparable."""
+        return [(e * self.share).sum(axis=2) for e in self.error]
+
+
+def read_measured(job: Job, half: int | None = None) -> Measured:
+    """Collect the receipts of `measure`, errors from all selection windows or from half of them (0 or 1).
+
+    Raises ResumeError naming the first unit that is missing.
+    """
+    layers = tuple(job.config.moe_layers)
+    errors, energies = [], []
+    for layer in layers:
+        known, energy = _of_layer(job, layer, half)
+        energies.append(energy)
+        errors.append(_completed(known, energy))
+    receipt = job.work.receipt(SENSITIVITY)
+    if receipt is None:
+        raise _unmeasured(job, SENSITIVITY)
+    alpha = tuple(np.asarray(receipt["data"]["alpha"][str(layer)], dtype=np.float64) for layer in layers)
+    share = np.array([domain.share for domain in job.text.domains])
+    return Measured(layers, job.recipe.experts.widths, tuple(errors), tuple(energies), alpha, share / share.sum())
+
+
+def _of_layer(job: Job, layer: int, half: int | None) -> tuple[list[list[list[float]] | None], np.ndarray]:
+    """Errors (widths, domains) of a layer's experts, None where not encoded; energies (experts, domains)."""
+    errors, energies = [], []
+    for unit in expert_units(job, layer):
+        receipt = job.work.receipt(unit.name)
+        if receipt is None:
+            raise _unmeasured(job, unit.name)
+        data = receipt["data"]
+        if half is None:
+            errors, energies = errors + data["error"], energies + data["energy"]
+        else:
+            errors += [by_half and by_half[half] for by_half in data["error_by_half"]]
+            energies += [by_half[half] for by_half in data["energy_by_half"]]
+    return errors, np.asarray(energies, dtype=np.float64)
+
+
+def _completed(errors: list[list[list[float]] | None], energy: np.ndarray) -> np.ndarray:
+    """(experts, widths, domains): where an error is not known, the energy times what the known ones lost of theirs."""
+    known = [number for number, error in enumerate(errors) if error is not None]
+    found = np.asarray([errors[number] for number in known], dtype=np.float64)
+    lost = found.sum(axis=(0, 2)) / max(energy[known].sum(), np.finfo(float).tiny)
+    result = energy[:, None, :] * lost[:, None]
+    result[known] = found
+    return result
+
+
+def prediction_check(job: Job) -> dict[str, float] | None:
+    """How well energy alone ranks the experts that a predicted measurement did encode; None if it is none.
+
+    Each one is predicted from what the others lost: of the model, at the narrowest width, all domains together.
+    """
+    if job.recipe.experts.measure == "encoded":
+        return None
+    found = []
+    for layer in job.config.moe_layers:
+        errors, energy = _of_layer(job, layer, None)
+        found += [(float(np.sum(e[0])), float(p.sum())) for e, p in zip(errors, energy, strict=True) if e is not None]
+    lost, power = np.array(found).T
+    others = (lost.sum() - lost) / np.maximum(power.sum() - power, np.finfo(float).tiny)
+    return {"experts": len(found), "rank_correlation": rank_correlation(lost, others * power)}
+
+
+def _unmeasured(job: Job, unit: str) -> ResumeError:
+    return ResumeError(f"{job.work.root}: '{unit}' is not measured yet: run `keys35 measure` on this directory first")

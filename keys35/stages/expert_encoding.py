@@ -1,0 +1,97 @@
+"""A batch of experts through the encoder: gate and up first, then each down projection to what those became."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from keys35.calibration.compensation import corrected_downs
+from keys35.calibration.statistics import MoeRows, expert_hessians
+from keys35.exl3.encode import LinearJob, encode_group
+from keys35.exl3.linear import EncodedLinear, decode_weight
+from keys35.glm.names import PROJECTIONS
+from keys35.stages.job import Job
+from keys35.stages.spans import Spans
+
+Weights = tuple[Tensor, Tensor, Tensor]  # gate, up, down; each (in, out) float32
+
+
+@dataclass(frozen=True)
+class LayerRows:
+    """What a layer's experts are encoded on and judged on.
+
+    fit shapes the Hessians; selection (held out) carries the error; domain (T_selection,) says whose text a row is,
+    half (T_selection,) on which side its window is when one half of the text checks the other.
+    """
+
+    fit: MoeRows
+    selection: MoeRows
+    domain: Tensor
+    half: Tensor
+    domains: int
+    hessian: Tensor  # mean x x^T of the layer's MoE input over all fit tokens
+
+    def to(self, device: torch.device) -> "LayerRows":
+        """The same rows on a device."""
+        return LayerRows(
+            self.fit.to(device), self.selection.to(device), self.domain.to(device), self.half, self.domains,
+            self.hessian.to(device),
+        )
+
+
+def expert_names(layer: int, expert: int) -> list[str]:
+    """Module names of an expert's gate, up and down."""
+    return [f"model.layers.{layer}.mlp.experts.{expert}.{leaf}" for leaf in PROJECTIONS]
+
+
+def encode_weights(
+    job: Job, layer: int, weights: dict[int, Weights], widths: Sequence[float], rows: LayerRows, spent: Spans
+) -> tuple[dict[tuple[str, float], EncodedLinear], dict[int, tuple[int, float]]]:
+    """Every linear of some experts at every width; by expert, the rows behind it and how far it leans on the layer's.
+
+    Under `encoder.compensate` each width has a down projection of its own to encode.
+    """
+    with spent("Hessians"):
+        jobs, hessians, facts = _encoder_input(job, layer, weights, rows)
+    if not job.recipe.encoder.compensate:
+        with spent("encode"):
+            return encode_group(jobs, hessians, widths, job.encode_options, job.recipe.seed), facts
+    downs = dict(zip(weights, jobs[2::3], strict=True))
+    with spent("encode"):
+        encoded = encode_group([*jobs[0::3], *jobs[1::3]], hessians, widths, job.encode_options, job.recipe.seed)
+    with spent("Hessians"):
+        targets = {e: _corrected(job, layer, e, parts, encoded, widths, rows) for e, parts in weights.items()}
+    with spent("encode"):
+        for width in widths:
+            wanted = [replace(item, weight=targets[expert][width]) for expert, item in downs.items()]
+            encoded |= encode_group(wanted, hessians, [width], job.encode_options, job.recipe.seed)
+    return encoded, facts
+
+
+def _corrected(
+    job: Job, layer: int, expert: int, weights: Weights, encoded: dict[tuple[str, float], EncodedLinear],
+    widths: Sequence[float], rows: LayerRows,
+) -> dict[float, Tensor]:
+    names = expert_names(layer, expert)[:2]
+    parts = {width: [encoded[name, width] for name in names] for width in widths}
+    lossy = {width: tuple(decode_weight(p.trellis, p.suh, p.svh) for p in pair) for width, pair in parts.items()}
+    return corrected_downs(rows.fit, expert, weights, lossy, job.recipe.calibration)
+
+
+def _encoder_input(
+    job: Job, layer: int, weights: dict[int, Weights], rows: LayerRows
+) -> tuple[list[LinearJob], dict[str, Tensor], dict[int, tuple[int, float]]]:
+    """Linears, their Hessians, and by expert the rows behind them and how far they lean on the layer's."""
+    jobs: list[LinearJob] = []
+    hessians: dict[str, Tensor] = {}
+    facts = {}
+    for expert, (gate, up, down) in weights.items():
+        found = expert_hessians(rows.fit, rows.hessian, expert, gate, up, job.recipe.calibration)
+        prefix = f"model.layers.{layer}.mlp.experts.{expert}"
+        hessians |= {f"{prefix}.input": found.gate_up, f"{prefix}.inner": found.down}
+        keys = [f"{prefix}.input", f"{prefix}.input", f"{prefix}.inner"]
+        names = expert_names(layer, expert)
+        jobs += [LinearJob(n, w, k) for n, w, k in zip(names, (gate, up, down), keys, strict=True)]
+        facts[expert] = found.rows, found.shrink
+    return jobs, hessians, facts

@@ -1,0 +1,45 @@
+"""A predicted measurement: a sample encoded, the rest by energy, and in the end the same encodings as a full one's."""
+
+import numpy as np
+import torch
+from tiny import tiny_recipe
+
+from keys35.progress import Progress
+from keys35.stages.allocate import allocate, load_allocation
+from keys35.stages.candidates import Candidates, are_held
+from keys35.stages.costs import _completed, read_measured
+from keys35.stages.explain import explain, sentences
+from keys35.stages.job import open_job, resume_job
+from keys35.stages.measure import measure
+from keys35.stages.quantize import quantize
+
+
+def test_a_sample_is_encoded_and_everything_in_the_end(tmp_path, tiny):
+    experts = {"widths": [3, 4], "bits": 3.25, "group": 1, "measure": "predicted", "sample": 4}
+    with open_job(tiny.source, tiny_recipe(experts=experts), tmp_path / "work") as job:
+        measure(job, Progress())
+        receipts = [job.work.require(f"experts/layer-001/{first:04d}")["data"] for first in range(4)]
+        assert [data["error"][0] is not None for data in receipts] == [False, True, False, False]
+        result = allocate(job)
+        assert result["predicted"]["experts"] == 2  # one of each MoE layer
+        told = [sentences(explain(job, 1, expert))[2] for expert in (0, 1)]
+        assert "predicted from its energy" in told[0] and "error known to" in told[1]
+        quantize(job, Progress())
+        chosen = load_allocation(job)
+        assert are_held(job, chosen)
+        with resume_job(tiny.work) as full:
+            for ours, theirs in zip(read_measured(job).energy, read_measured(full).energy, strict=True):
+                assert np.array_equal(ours, theirs)
+            for layer, widths in chosen.items():
+                pairs = Candidates(job, layer), Candidates(full, layer)
+                for expert, width in enumerate(widths):
+                    ours, theirs = (one.encoded(expert, "down_proj", width) for one in pairs)
+                    assert all(torch.equal(ours[part], theirs[part]) for part in theirs)
+
+
+def test_what_is_not_known_is_energy_times_what_the_known_lost():
+    energy = np.array([[1.0, 2.0], [4.0, 4.0], [2.0, 1.0]])
+    known = [[[0.5, 1.0], [0.1, 0.2]], None, [[1.0, 0.5], [0.2, 0.1]]]
+    found = _completed(known, energy)
+    assert found[0].tolist() == known[0] and found[2].tolist() == known[2]
+    assert np.allclose(found[1], [[2.0, 2.0], [0.4, 0.4]])
