@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from keys35.calibration.statistics import MoeRows, inner
+from keys35.calibration.statistics import MoeRows, inner, row_weights
 from keys35.recipe import Calibration
 
 ROWS_PER_FEATURE = 8  # rows of an expert that are enough for its fit
@@ -30,7 +30,7 @@ def corrected_downs(
     index, router = rows.of(expert)
     step = max(1, len(index) // (ROWS_PER_FEATURE * len(down)))
     index, router = index[::step], router[::step].to(down.device)
-    weight = router.square() if choice.hessian == "weighted" else torch.ones_like(router)
+    weight = row_weights(router, choice)
     if len(index) < max(2, LEAST_ROWS * len(down)) or not weight.sum() > 0:
         return dict.fromkeys(lossy, down)
     x = rows.x[index].to(down.device).float()

@@ -133,7 +133,7 @@ def expert_hessians(
     inner_all = _mean_outer(inner(sample, gate, up), None)
     if choice.hessian == "all":
         return ExpertHessians(layer_hessian, inner_all, len(index), 1.0)
-    weight = router.square() if choice.hessian == "weighted" else torch.ones_like(router)
+    weight = row_weights(router, choice)
     x = rows.x[index].to(gate.device).float()
     d, f = gate.shape
     share = [max(choice.shrink, width / (width + len(index))) for width in (d, f)]
@@ -143,6 +143,11 @@ def expert_hessians(
     gate_up = own[0].lerp(layer_hessian, share[0])
     down = own[1].lerp(inner_all, share[1])
     return ExpertHessians(gate_up, down, len(index), share[0])
+
+
+def row_weights(router: Tensor, choice: Calibration) -> Tensor:
+    """What an expert's rows count for in its statistics, from the router's weights (n,) of its output there."""
+    return router.square() if choice.hessian == "weighted" else torch.ones_like(router)
 
 
 def inner(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:

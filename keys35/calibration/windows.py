@@ -35,13 +35,13 @@ class Windows:
         keep = torch.cat(rows)
         return Windows(self.tokens[keep], self.domain[keep], self.domains)
 
-    def domain_and_half(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The domain of each window, and 0 or 1: the first or the second half of its domain's windows."""
+    def halves(self) -> torch.Tensor:
+        """For each window 0 or 1: the first or the second half of its domain's windows."""
         half = torch.zeros_like(self.domain)
         for number in range(len(self.domains)):
             rows = torch.nonzero(self.domain == number).flatten()
             half[rows[len(rows) // 2 :]] = 1
-        return self.domain, half
+        return half
 
 
 class WindowMaker:

@@ -234,7 +234,8 @@ def _ready_rows(job: Job, rows: dict[str, MoeRows], hessian: Tensor, windows: di
     """Rows where the encoder will look for them; Hessian: of the input that all experts share."""
     selection = rows["selection"]
     per_window = selection.x.shape[0] // len(windows["selection"])
-    domain, half = (part.repeat_interleave(per_window) for part in windows["selection"].domain_and_half())
+    judged = windows["selection"]
+    domain, half = (part.repeat_interleave(per_window) for part in (judged.domain, judged.halves()))
     ready = LayerRows(rows["fit"], selection, domain, half, len(job.text.domains), hessian)
     return ready.to(job.device) if rows_stay(ready.fit.x.nbytes + selection.x.nbytes, job.recipe) else ready
 

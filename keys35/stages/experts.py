@@ -22,7 +22,6 @@ Batch = tuple[int, tuple[int, ...]]  # a layer and some of its experts
 Reader = Ahead[dict[int, list[Tensor]]]
 
 
-
 def encode_experts(
     job: Job, unit: ExpertUnit, widths: Sequence[int], keep: Sequence[int], rows: LayerRows, reader: Reader,
     following: ExpertUnit | None = None,
