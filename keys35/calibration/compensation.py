@@ -1,11 +1,12 @@
 """What a down projection should be once gate and up are quantized: it takes back what it can of their errors."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from keys35.calibration.solve import solve
 from keys35.calibration.statistics import MoeRows, inner, row_weights
 from keys35.recipe import Calibration
 
@@ -13,6 +14,7 @@ ROWS_PER_FEATURE = 8  # rows of an expert that are enough for its fit
 LEAST_ROWS = 0.25  # per feature: with fewer there is nothing to fit
 RIDGES = (0.1, 0.3, 1.0, 3.0)  # shares of the mean diagonal that hold a fit near the source's weights
 BLOCK = 64  # neighbouring rows are of one text: halves are made of blocks
+PROBES = 256  # outputs that are enough to tell which ridge is best
 
 
 def corrected_downs(
@@ -35,39 +37,57 @@ def corrected_downs(
         return dict.fromkeys(lossy, down)
     x = rows.x[index].to(down.device).float()
     root = (weight / weight.sum()).sqrt()[:, None]
-    wanted = inner(x, gate, up) * root
-    return {width: _corrected(inner(x, *parts) * root, wanted, down) for width, parts in lossy.items()}
+    with _short_products(x.device):
+        wanted = inner(x, gate, up) * root
+        sums = [_sums_by_half(inner(x, *parts) * root, wanted) for parts in lossy.values()]
+    grams, matches = (torch.stack(part) for part in zip(*sums, strict=True))
+    chosen = _best_ridges(grams, matches, down)
+    ridges = torch.tensor([ridge or max(RIDGES) for ridge in chosen], device=x.device)
+    changes = solve(_ridged(grams.sum(1), ridges[:, None])[:, 0], matches.sum(1))
+    usable = torch.isfinite(changes).all(-1).all(-1).tolist()
+    with _short_products(x.device):
+        return {
+            width: torch.addmm(down, change, down) if ridge and fine else down
+            for width, change, ridge, fine in zip(lossy, changes, chosen, usable, strict=True)
+        }
 
 
-@dataclass(frozen=True)
-class _Sums:
-    """q^T q (f, f) and q^T (h - q) down (f, d) over some rows."""
-
-    gram: Tensor
-    match: Tensor
-
-    @classmethod
-    def of(cls, found: Tensor, wanted: Tensor, down: Tensor) -> "_Sums":
-        return cls(found.T @ found, found.T @ (wanted - found) @ down)
-
-    def fit(self, ridge: float) -> Tensor:
-        """(q^T q + ridge)^-1 q^T (h - q) down; zeros where that has no finite solution."""
-        steady = self.gram + ridge * self.gram.diagonal().mean() * torch.eye(len(self.gram), device=self.gram.device)
-        lower, failed = torch.linalg.cholesky_ex(steady)
-        fit = torch.cholesky_solve(self.match, lower)
-        return torch.where((failed == 0) & torch.isfinite(fit).all(), fit, torch.zeros_like(fit))
-
-    def gain(self, fit: Tensor) -> Tensor:
-        """By how much a fit lowers the squared error on these rows, float64 ()."""
-        return (fit * (2 * self.match - self.gram @ fit)).sum(dtype=torch.float64)
+@contextmanager
+def _short_products(device: torch.device) -> Iterator[None]:
+    """Matrix products of a GPU at ten bits of mantissa: the errors that are fitted here are larger by far."""
+    before = torch.get_float32_matmul_precision()
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
-def _corrected(found: Tensor, wanted: Tensor, down: Tensor) -> Tensor:
+def _sums_by_half(found: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """q^T q and q^T (h - q) over each half of the rows, (2, f, f) both."""
     block = max(1, min(BLOCK, len(found) // 8))
     first = (torch.arange(len(found), device=found.device) // block) % 2 == 0
-    a, b = (_Sums.of(found[half], wanted[half], down) for half in (first, ~first))
-    gains = torch.stack([b.gain(a.fit(ridge)) + a.gain(b.fit(ridge)) for ridge in RIDGES])
-    best = int(gains.argmax())
-    if not float(gains[best]) > 0:
-        return down
-    return down + _Sums(a.gram + b.gram, a.match + b.match).fit(RIDGES[best])
+    halves = [(found[half], (wanted - found)[half]) for half in (first, ~first)]
+    return torch.stack([q.T @ q for q, _ in halves]), torch.stack([q.T @ missing for q, missing in halves])
+
+
+def _best_ridges(grams: Tensor, matches: Tensor, down: Tensor) -> list[float | None]:
+    """Of each width's (widths, 2, f, f) sums the ridge whose fit to one half does most good on the other, both ways.
+
+    None where none does any. Some of the outputs stand for all.
+    """
+    right = matches @ down[:, :: max(1, down.shape[1] // PROBES)]
+    ridged = _ridged(grams, torch.tensor(RIDGES, device=down.device))
+    fits = solve(ridged, right[:, :, None].expand(*ridged.shape[:3], *right.shape[2:]))
+    other, wanted = grams.flip(1)[:, :, None], right.flip(1)[:, :, None]
+    gains = (fits * (2 * wanted - other @ fits)).sum((-1, -2), dtype=torch.float64).sum(1)
+    gains, best = gains.nan_to_num(nan=-torch.inf).max(1)
+    return [RIDGES[i] if gain > 0 else None for gain, i in zip(gains.tolist(), best.tolist(), strict=True)]
+
+
+def _ridged(grams: Tensor, ridges: Tensor) -> Tensor:
+    """Each (.., f, f) with each of (.., ridges) shares of its mean diagonal on the diagonal, (.., ridges, f, f)."""
+    added = ridges * grams.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
+    eye = torch.eye(grams.shape[-1], device=grams.device)
+    return torch.addcmul(grams[..., None, :, :], added[..., None, None], eye)

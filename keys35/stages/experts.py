@@ -198,27 +198,27 @@ def _judge(
     """Rows, errors, standard errors, errors by half, output energy and that by half, of one expert's selection rows."""
     index, router = rows.selection.of(expert)
     x, where = rows.selection.x[index].to(weights[0].device).float(), index.cpu()
-    router = router.to(x.device)
+    counts = router.to(x.device).double().square()
     of_row, sizes = (rows.domain + rows.domains * rows.half.to(rows.domain.device)).cpu(), (2, rows.domains)
-
-    def sums(per_row: Tensor) -> Tensor:  # on the host: a GPU's weighted bincount adds in any order
-        return torch.bincount(of_row[where], per_row.cpu(), rows.domains * 2).view(sizes)
-
-    tokens = torch.bincount(of_row, minlength=rows.domains * 2).double().view(sizes)
     exact = apply_expert(x, weights)
-    errors, spreads, halves = [], [], []
+    squares = [counts * exact.double().square().sum(dim=1)]
     for width in widths:
         parts = [encoded[name, width] for name in expert_names(layer, expert)]
-        decoded = tuple(decode_weight(p.trellis, p.suh, p.svh) for p in parts)
-        delta = apply_expert(x, decoded) - exact
-        per_row = router.double().square() * delta.double().square().sum(dim=1)
-        errors.append((sums(per_row).sum(0) / tokens.sum(0)).tolist())
-        spreads.append((sums(per_row.square()).sum(0).sqrt() / tokens.sum(0)).tolist())
-        halves.append(sums(per_row) / tokens.clamp(min=1))
-    power = sums(router.double().square() * exact.double().square().sum(dim=1))
+        delta = apply_expert(x, tuple(decode_weight(p.trellis, p.suh, p.svh) for p in parts)) - exact
+        squares.append(counts * delta.double().square().sum(dim=1))
+
+    def sums(per_row: Tensor) -> Tensor:  # on the host: a GPU's weighted bincount adds in any order
+        return torch.bincount(of_row[where], per_row, rows.domains * 2).view(sizes)
+
+    tokens = torch.bincount(of_row, minlength=rows.domains * 2).double().view(sizes)
+    energy, *lost = torch.stack(squares).cpu()  # one wait for the GPU
+    errors = [(sums(per_row).sum(0) / tokens.sum(0)).tolist() for per_row in lost]
+    spreads = [(sums(per_row.square()).sum(0).sqrt() / tokens.sum(0)).tolist() for per_row in lost]
+    halves = [sums(per_row) / tokens.clamp(min=1) for per_row in lost]
+    power = sums(energy)
     by_half = torch.stack(halves, 1).tolist() if halves else []
-    energy = (power.sum(0) / tokens.sum(0)).tolist(), (power / tokens.clamp(min=1)).tolist()
-    return len(index), errors, spreads, by_half, *energy
+    energies = (power.sum(0) / tokens.sum(0)).tolist(), (power / tokens.clamp(min=1)).tolist()
+    return len(index), errors, spreads, by_half, *energies
 
 
 def apply_expert(x: Tensor, weights: Weights) -> Tensor:

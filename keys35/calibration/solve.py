@@ -1,0 +1,37 @@
+"""Many systems of equations at once."""
+
+import torch
+from torch import Tensor
+
+BLOCK = 128
+
+
+def solve(systems: Tensor, right: Tensor) -> Tensor:
+    """x of systems x = right for symmetric positive definite systems, (.., n, n) and (.., n, m); not finite where one is not.
+
+    A blocked Cholesky factorisation whose larger part is matrix products of all systems together: library routines do
+    large ones one after the other.
+    """
+    shape, n = right.shape, systems.shape[-1]
+    left, x = systems.reshape(-1, n, n).clone(), right.reshape(-1, n, right.shape[-1]).clone()
+    inverses, parts = [], [slice(at, min(at + BLOCK, n)) for at in range(0, n, BLOCK)]
+    for here in parts:
+        below, inverse = slice(here.stop, n), _inverse_factor(left[:, here, here])
+        inverses.append(inverse)
+        x[:, here] = inverse @ x[:, here]
+        panel = left[:, below, here] @ inverse.mT
+        left[:, below, here] = panel
+        left[:, below, below] -= panel @ panel.mT
+        x[:, below] -= panel @ x[:, here]
+    for here, inverse in zip(reversed(parts), reversed(inverses), strict=True):
+        below = slice(here.stop, n)
+        x[:, here] = inverse.mT @ (x[:, here] - left[:, below, here].mT @ x[:, below])
+    return x.view(shape)
+
+
+def _inverse_factor(blocks: Tensor) -> Tensor:
+    """The inverses of (count, n, n) Cholesky factors; NaN where there is none."""
+    lower, failed = torch.linalg.cholesky_ex(blocks)
+    eye = torch.eye(blocks.shape[-1], device=blocks.device).expand_as(blocks)
+    inverse = torch.linalg.solve_triangular(lower, eye, upper=False)
+    return torch.where((failed == 0)[:, None, None], inverse, torch.nan)
