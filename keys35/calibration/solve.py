@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-BLOCK = 128
+BLOCK = 256
 
 
 def solve(systems: Tensor, right: Tensor) -> Tensor:
