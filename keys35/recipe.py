@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import tomllib
 from fractions import Fraction
 from importlib.resources import files
@@ -14,6 +15,7 @@ from keys35.errors import RecipeError
 
 INTEGER_WIDTHS = frozenset(range(1, 9))
 EXPERT_WIDTHS = INTEGER_WIDTHS | {1.5, 2.5, 3.5}
+SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) (GB|GiB)")
 PLAIN_BITS = 16  # what a config calls a tensor that is not encoded
 
 
@@ -33,7 +35,10 @@ class Experts(_Section):
     widths: tuple[int | float, ...] = Field(
         (2, 3, 4), description="candidate widths, rising: 1 to 8, and the half rates 1.5, 2.5, 3.5 where readers allow"
     )
-    bits: float | str = Field(2.75, description='the exact mean: a decimal, or a fraction in quotes ("206/75")')
+    bits: float | str = Field(
+        2.75,
+        description='the exact mean: a decimal, a fraction ("206/75"), or what the checkpoint may weigh ("276.1 GB")',
+    )
     scope: Literal["model", "layer"] = Field("model", description="where the mean holds: over all layers, or in each")
     fairness: float = Field(
         0.75, ge=0, le=1, description="share of the mean gain over a random mix that every domain must get; 0: none"
@@ -61,20 +66,26 @@ class Experts(_Section):
     @classmethod
     def _exact(cls, bits: float | str) -> float | str:
         try:
-            Fraction(str(bits))
+            SIZE.fullmatch(str(bits)) or Fraction(str(bits))
         except (ValueError, ZeroDivisionError):
-            raise ValueError('bits must be a number, or a fraction in quotes such as "206/75"') from None
+            raise ValueError('bits must be a number, a fraction ("206/75") or a size ("276.1 GB")') from None
         return bits
 
     @model_validator(mode="after")
     def _budget_within_widths(self) -> "Experts":
-        if not self.widths[0] <= self.budget <= self.widths[-1]:
+        if self.size is None and not self.widths[0] <= self.budget <= self.widths[-1]:
             raise ValueError(f"bits = {self.bits} lies outside the candidate widths {list(self.widths)}")
         return self
 
     @property
+    def size(self) -> int | None:
+        """Bytes that all tensors of the checkpoint may take, None when `bits` is a mean."""
+        found = SIZE.fullmatch(str(self.bits))
+        return int(Fraction(found[1]) * (10**9 if found[2] == "GB" else 2**30)) if found else None
+
+    @property
     def budget(self) -> Fraction:
-        """Mean bits per weight as an exact fraction (2.75 is 11/4)."""
+        """Mean bits per weight as an exact fraction (2.75 is 11/4); a size has one when the model is known."""
         return Fraction(str(self.bits))
 
 

@@ -7,7 +7,7 @@ BLOCK = 256
 
 
 def solve(systems: Tensor, right: Tensor) -> Tensor:
-    """x of systems x = right for symmetric positive definite systems, (.., n, n) and (.., n, m); not finite where one is not.
+    """x of systems x = right, symmetric positive definite, (.., n, n) and (.., n, m); not finite where one is not.
 
     A blocked Cholesky factorisation whose larger part is matrix products of all systems together: library routines do
     large ones one after the other.

@@ -75,6 +75,8 @@ def show_plan(console: Console, plan: "Plan") -> None:
     lines.append(("profiles", "; ".join(
         f"{cost.name} {cost.output_bytes / 1e9:,.3f} GB at {float(cost.mean_bits):.4g} bits"
         f"{' (this recipe)' if cost.name == plan.profile else ''}" for cost in plan.profiles)))
+    lines.append(("same size", f"experts at {plan.mean_bits:.4g} bits (this recipe); " + "; ".join(
+        f"{trade.mean:.4g} with dense {trade.dense}, MTP {trade.mtp}" for trade in plan.trades)))
     if plan.dropped:
         lines.append(("left out", f"{len(plan.dropped)} unused indexer tensors of layers that share a selection"))
     for name, text in lines:

@@ -22,6 +22,7 @@ from keys35.glm.names import TensorRule, census, match_source
 from keys35.glm.weights import WeightStore
 from keys35.recipe import Recipe
 from keys35.report.machine import machine
+from keys35.stages.budget import within_size
 from keys35.stages.profile import profile_rules
 from keys35.stages.states import WINDOWS_AT_ONCE_TOKENS
 
@@ -107,6 +108,7 @@ def open_job(source: Path, recipe: Recipe, root: Path, keep: Keep = "all") -> It
     """Start or resume a job; raises ResumeError if the directory belongs to another job or is in use."""
     refuse_nesting(Path(source), None, Path(root))
     opened, config, dropped = read_source(source, recipe)
+    recipe = within_size(recipe, opened, config)
     text = load_text_set(recipe.calibration.set).only(recipe.calibration.domains)
     work = Workdir.open(root, _guard(opened, recipe, text))
     with work.lock():

@@ -13,7 +13,7 @@ from keys35.stages.states import WINDOWS_AT_ONCE_TOKENS
 
 FLOAT, BF16, INDEX = 4, 2, 4
 SCRATCH = 4_429_185_024  # of the tile search on 132 multiprocessors, at 4 bits, where it is largest
-ROWS_ON_DEVICE = 8 << 30
+ROWS_ON_DEVICE = 4 << 30  # beside what encoding takes: under 24 GiB together for GLM-5.3
 
 
 def tokens(recipe: Recipe) -> int:
@@ -90,7 +90,7 @@ def device_bytes(config: GlmConfig, recipe: Recipe) -> int:
     scores = config.num_attention_heads * QUERY_ROWS * recipe.calibration.window
     expert = 3 * config.hidden_size * config.moe_intermediate_size
     passing = config.n_routed_experts * expert * BF16 + FLOAT * (
-        2 * _widest(config) ** 2 + 7 * at_once * config.hidden_size + 4 * scores
+        2 * _widest(config) ** 2 + 4 * at_once * config.hidden_size + 6 * scores
     )
     stack = LOW_MEMORY_STACK if low else STACK
     experts = min(recipe.experts.group, max(1, 3 * stack // (2 * expert)))

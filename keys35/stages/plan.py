@@ -15,6 +15,7 @@ from keys35.files.atomic import free_bytes, read_json
 from keys35.glm.config import GlmConfig
 from keys35.glm.names import BLOCK, Role, TensorRule, census, check_tp, shard_of, unit_count
 from keys35.recipe import Recipe, resource_dir
+from keys35.stages.budget import Trade, trades, within_size
 from keys35.stages.job import Keep, read_source
 from keys35.stages.needs import device_bytes, host_bytes, work_parts
 from keys35.stages.profile import ProfileCost, mixed_units, profile_costs, profile_rules
@@ -47,6 +48,8 @@ class Plan:
     classes: tuple[ClassSize, ...]
     profile: str
     profiles: tuple[ProfileCost, ...]
+    mean_bits: float
+    trades: tuple[Trade, ...]
     shards: int
     shard_bytes: tuple[int, ...]
     tp: int
@@ -99,6 +102,7 @@ def plan(source: Path, recipe: Recipe, work: Path | None = None, tp: int = 4, ke
     Raises SourceError (files, index, names, shapes), PlanError (cuts, shards) and BudgetError early.
     """
     opened, config, dropped = read_source(source, recipe)
+    recipe = within_size(recipe, opened, config)
     table = census(config)
     rules = list(profile_rules(table, recipe.output.profile).values())
     _check_shapes(rules, config, recipe, tp)
@@ -116,6 +120,8 @@ def plan(source: Path, recipe: Recipe, work: Path | None = None, tp: int = 4, ke
         classes=tuple(class_sizes(rules, recipe, nbytes, tp)),
         profile=recipe.output.profile,
         profiles=profile_costs(table, config, recipe, nbytes, tp),
+        mean_bits=float(recipe.experts.budget),
+        trades=trades(rules, recipe, nbytes),
         shards=recipe.output.shards,
         shard_bytes=tuple(shard_bytes),
         tp=tp,

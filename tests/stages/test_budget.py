@@ -1,0 +1,61 @@
+"""A budget in bytes, against what a plan counts class by class."""
+
+import re
+
+import pytest
+from small import small_recipe
+
+from keys35.errors import BudgetError
+from keys35.stages.job import open_job, resume_job
+from keys35.stages.plan import plan
+
+
+def recipe_with(bits, **experts):
+    return small_recipe(experts={"widths": [2, 3, 4], "bits": bits, "group": 2, "fallback": False} | experts)
+
+
+def test_a_size_takes_the_largest_mean_that_fits(source):
+    exact = plan(source, recipe_with(2.75)).output_bytes
+    step = plan(source, recipe_with(3)).output_bytes - exact  # one expert of four a bit wider
+    for size, mean in [(exact, 2.75), (exact - 1, 2.5), (exact + step - 1, 2.75), (exact + step, 3), (10**12, 4)]:
+        found = plan(source, recipe_with(f"{size / 1e9:.9f} GB"))
+        assert found.mean_bits == mean and found.output_bytes <= max(size, exact)
+    found = plan(source, recipe_with(f"{exact / 2**30:.12f} GiB"))
+    assert abs(found.output_bytes - exact) in (0, step)
+
+
+def test_a_size_that_does_not_hold_the_least_width_is_refused_with_one_that_does(source):
+    with pytest.raises(BudgetError, match="ask for more") as refusal:
+        plan(source, recipe_with("0.001 GB"))
+    enough = float(re.search(r"([\d.]+) GB: ask", str(refusal.value))[1])
+    assert plan(source, recipe_with(f"{enough + 0.001:.3f} GB")).mean_bits >= 2
+    for wrong in ("276.1GB", "a lot", "-1 GB", "3 TB"):
+        with pytest.raises(ValueError, match="bits must be"):
+            recipe_with(wrong)
+
+
+def test_trades_are_of_the_same_size(source):
+    found = plan(source, recipe_with(2.75))
+    others = [trade for trade in found.trades if (trade.dense, trade.mtp) != (5, 4)]
+    assert others and next(t.mean for t in found.trades if (t.dense, t.mtp) == (5, 4)) == 2.75
+    routed = next(c.params for c in found.classes if c.name == "routed experts")
+    for trade in others:
+        same = plan(source, recipe_with(3).model_copy(update={
+            "dense": found_width(small_recipe().dense, trade.dense), "mtp": found_width(small_recipe().mtp, trade.mtp)
+        }))  # fmt: skip
+        assert same.output_bytes + (trade.mean - 3) * routed / 8 == pytest.approx(found.output_bytes, abs=2)
+
+
+def found_width(section, bits):
+    return section.model_copy(update={"bits": bits})
+
+
+def test_a_job_keeps_the_mean_it_began_with(source, tmp_path):
+    size = plan(source, recipe_with(2.5)).output_bytes
+    recipe = recipe_with(f"{size / 1e9:.9f} GB")
+    with open_job(source, recipe, tmp_path / "work") as job:
+        assert job.recipe.experts.budget == 2.5
+    with open_job(source, recipe, tmp_path / "work"), pytest.raises(ValueError):
+        _ = recipe.experts.budget
+    with resume_job(tmp_path / "work") as job:
+        assert job.recipe.experts.bits == "5/2"
