@@ -181,7 +181,7 @@ def ablate(
     from keys35.recipe import load_recipe
     from keys35.stages.ablate import ablate as run_ablate
     from keys35.stages.ablate import load_variants
-    from keys35.stages.ablate import table as as_table
+    from keys35.stages.ablation_table import table as as_table
 
     chosen = load_variants(variants, only or ())
     with voice.progress() as progress:

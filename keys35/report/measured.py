@@ -124,7 +124,7 @@ def _baselines(work: Workdir, allocation: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def making(work: Workdir) -> dict[str, Any]:
+def making(work: Workdir, until: str | None = None) -> dict[str, Any]:
     """How long each kind of work took on the wall clock (seconds) and on which machines, from the directory's log.
 
     Time between two lines belongs to the work that the later one ends; time before a line "started" to nobody.
@@ -142,6 +142,8 @@ def making(work: Workdir) -> dict[str, Any]:
         elif last is not None:
             step = STEPS.get(event["event"], event["event"])
             seconds[step] = seconds.get(step, 0.0) + now - last
+        if event["event"] == until:
+            break
         last = now
     rounded = {step: round(value, 1) for step, value in seconds.items()}
     return {"format": MAKING_FORMAT, "seconds": rounded, "machines": machines}

@@ -7,28 +7,32 @@ variant resumes, so several processes may work on different ones and a last one 
 import hashlib
 import json
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
+import numpy as np
 from pydantic import ValidationError
 
 from keys35 import __version__
-from keys35.allocation import bit_counts, mean_width, plain_width, whole_model
+from keys35.allocation import bit_counts, mean_width, plain_width, random_mix, whole_model
 from keys35.errors import RecipeError
 from keys35.files.atomic import read_json, write_json
 from keys35.progress import Progress
 from keys35.recipe import Recipe
 from keys35.report.machine import machine
 from keys35.report.measured import making
+from keys35.runtime.panel import Panel
+from keys35.runtime.ranks import Ranks
 from keys35.runtime.reference import Reference, make_reference
+from keys35.runtime.score import score_panel
 from keys35.stages.allocate import allocate, width_sets
-from keys35.stages.baselines import score_sets
-from keys35.stages.choice import EXPERTS, choose, widths_on
-from keys35.stages.costs import read_measured
+from keys35.stages.baselines import MixStore, score_sets
+from keys35.stages.choice import EXPERTS, Choice, choose, widths_on
+from keys35.stages.costs import Measured, read_measured
 from keys35.stages.job import Job, open_job
 from keys35.stages.measure import measure
 from keys35.stages.quantize import quantize
@@ -38,12 +42,13 @@ from keys35.stages.validate import held_out_panel
 
 ALLOCATED_LATER = ("bits", "scope", "fairness", "fallback")  # keys of [experts] that no encoding depends on
 SHIPPED = "ablations.toml"
+UNSEEN, FOLDER = "unseen", "ablate"
 
 
 @dataclass(frozen=True)
 class Variant:
     """A named change of a recipe; `changes` maps dotted keys to values, `sets` names what is scored (all if empty;
-    "experts": widths by experts' costs even where the recipe falls back)."""
+    "experts": widths by experts' costs even where the recipe falls back; "unseen": see `_unseen`)."""
 
     group: str
     name: str
@@ -104,9 +109,9 @@ def _score(
     source: Path, recipe: Recipe, changed: Recipe, variant: Variant, root: Path, progress: Progress
 ) -> dict[str, Any]:
     with open_job(source, _encoding(changed, recipe), root / _folder(changed, recipe)) as job:
-        panel = held_out_panel(job.source.root, job.config, job.recipe)
+        panel = held_out_panel(job.source.root, job.config, recipe)  # the base's: a variant's seed picks other windows
         reference = make_reference(job.store, panel, root / "reference")
-        return _row(replace(job, recipe=changed), job, variant, reference, progress)
+        return _row(replace(job, recipe=changed), job, variant, (panel, reference), progress)
 
 
 def _encoding(changed: Recipe, base: Recipe) -> Recipe:
@@ -120,37 +125,79 @@ def _encoding(changed: Recipe, base: Recipe) -> Recipe:
 
 def _folder(changed: Recipe, base: Recipe) -> str:
     values = json.dumps(_encoding(changed, base).guarded(), sort_keys=True)
-    return f"encode-{hashlib.sha256(values.encode()).hexdigest()[:12]}"
+    return f"encode-{_short_digest(values)}"
 
 
-def _row(job: Job, encoding: Job, variant: Variant, reference: Reference, progress: Progress) -> dict[str, Any]:
+def _row(
+    job: Job, encoding: Job, variant: Variant, judge: tuple[Panel, Reference], progress: Progress
+) -> dict[str, Any]:
     """Measure and encode if nobody has, allocate by the variant's own recipe, score, and sum up."""
     measure(encoding, progress)
     allocate(encoding)
     quantize(encoding, progress)
-    measured, experts = read_measured(job), job.recipe.experts
+    measured = read_measured(job)
     choice = choose(job, measured)
-    sets = width_sets(job, measured, choice)
-    if EXPERTS in variant.sets:
-        sets[EXPERTS] = widths_on(job, measured, EXPERTS)[0]
-    sets["by-energy"] = whole_model(measured.predicted_costs(), experts.widths, experts.budget)
-    wanted = variant.sets or tuple(sets)
-    widths = {name: _by_layer(job, sets[name]) for name in sets if name.rstrip("0123456789").rstrip("-") in wanted
-              or name in wanted}
-    panel = held_out_panel(job.source.root, job.config, job.recipe)
-    scored = score_sets(job, f"ablate/{_slug(variant)}", widths, panel, reference, progress)
+    sets = _wanted(job, measured, choice, variant)
+    scored = _scored(job, sets, judge, progress)
     sizes = {name: tensor.entry.nbytes for name, tensor in job.source.tensors.items()}
+    reference = judge[1].facts
     return {
         "group": variant.group, "name": variant.name, "set": variant.changes,
         "recipe_sha256": job.recipe.digest(), "machine": machine(),
-        "noise_floor": reference.facts["noise"], "panel_tokens": reference.facts["tokens"],
+        "noise_floor": reference["noise"], "panel_tokens": reference["tokens"],
         "sets": {name: _numbers(metrics) | {"mean": str(mean_width(sets[name])), "counts": bit_counts(sets[name])}
                  for name, metrics in scored.items()},
+        "unseen": _unseen(job, measured, judge) if not variant.sets or UNSEEN in variant.sets else {},
         "choice": choice.facts(),
         "proxy_error": _proxy_errors(job),
         "bytes": sum(size.output_bytes for size in class_sizes(job.rules.values(), job.recipe, sizes, 1)),
-        "seconds": {k: v for k, v in making(job.work)["seconds"].items() if not k.startswith("baseline")},
+        "seconds": {k: v for k, v in making(job.work)["seconds"].items() if not k.startswith(("baseline", FOLDER))},
+        "measuring_seconds": sum(making(job.work, until="allocated")["seconds"].values()),
     }
+
+
+def _wanted(job: Job, measured: Measured, choice: Choice, variant: Variant) -> dict[str, list[np.ndarray]]:
+    """The sets of widths that a variant scores, by name."""
+    experts = job.recipe.experts
+    sets = width_sets(job, measured, choice)
+    if experts.measure == "encoded" and (EXPERTS in variant.sets or choice.basis != EXPERTS):
+        sets[EXPERTS] = widths_on(job, measured, EXPERTS)[0]
+    sets["by-energy"] = whole_model(measured.predicted_costs(), experts.widths, experts.budget)
+    asked = variant.sets or tuple(sets)
+    return {name: widths for name, widths in sets.items()
+            if name in asked or name.rstrip("0123456789").rstrip("-") in asked}
+
+
+def _scored(
+    job: Job, sets: Mapping[str, Sequence[Any]], judge: tuple[Panel, Reference], progress: Progress
+) -> dict[str, dict[str, Any]]:
+    """Metrics of each set. Receipts are named by the widths: those that several variants share are scored once."""
+    widths = {name: _by_layer(job, chosen) for name, chosen in sets.items()}
+    names = {name: _short_digest(f"{chosen} {judge[0].fingerprint}") for name, chosen in widths.items()}
+    scored = score_sets(job, FOLDER, {names[name]: chosen for name, chosen in widths.items()}, *judge, progress)
+    return {name: scored[key] for name, key in names.items()}
+
+
+def _unseen(job: Job, measured: Measured, judge: tuple[Panel, Reference]) -> dict[str, dict[str, float]]:
+    """KL of perturbations that no layer weight was made from, beside what they predict; nothing else is quantized.
+
+    Each layer alone at its narrowest width, a random mix, and every expert at the widest width.
+    """
+    widths, sizes = measured.widths, [len(layer) for layer in measured.error]
+    sets = {f"layer {layer} alone at {widths[0]}": [np.full(size, widths[0] if here == place else 0)
+                                                   for here, size in enumerate(sizes)]
+            for place, layer in enumerate(measured.layers)}
+    mix = random_mix(sizes, job.recipe.experts.budget, job.recipe.seed)
+    sets |= {"a random mix": mix} if {int(w) for row in mix for w in row} <= set(widths) else {}
+    sets[f"all at {widths[-1]}"] = [np.full(size, widths[-1]) for size in sizes]
+    found = {}
+    for name, chosen in sets.items():
+        layers = [[plain_width(w) or None for w in row] for row in chosen]
+        store = MixStore(job, dict(zip(measured.layers, layers, strict=True)), only_experts=True)
+        predicted = sum(layer[expert, widths.index(width)] for layer, row in zip(measured.costs(), layers, strict=True)
+                        for expert, width in enumerate(row) if width)
+        found[name] = {"predicted": float(predicted), "kl": score_panel(store, Ranks(), *judge)["kl"]}
+    return found
 
 
 def _by_layer(job: Job, widths: Sequence[Any]) -> dict[int, list[float]]:
@@ -159,7 +206,11 @@ def _by_layer(job: Job, widths: Sequence[Any]) -> dict[int, list[float]]:
 
 
 def _slug(variant: Variant) -> str:
-    return hashlib.sha256(f"{variant.group}/{variant.name}".encode()).hexdigest()[:12]
+    return _short_digest(f"{variant.group}/{variant.name}")
+
+
+def _short_digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _numbers(metrics: dict[str, Any]) -> dict[str, Any]:
@@ -177,40 +228,3 @@ def _proxy_errors(job: Job) -> dict[str, float]:
             for width, experts in receipt["data"]["proxy_error"].items():
                 found.setdefault(width, []).extend(error for expert in experts if expert for error in expert)
     return {width: fmean(errors) for width, errors in found.items()}
-
-
-def table(result: dict[str, Any]) -> str:
-    """The result as Markdown: one table per group of variants; empty without any."""
-    if not result["variants"]:
-        return ""
-    first = result["variants"][0]
-    lines = [f"Panel: {first['panel_tokens']:,} tokens; noise floor {first['noise_floor']['kl']:.1e} nats. KL is "
-             "BF16 against the variant, mean over positions; `random` are the mixes of the two neighbouring widths, "
-             "encoded like the variant, mean and standard deviation over their seeds.", ""]
-    for group in dict.fromkeys(row["group"] for row in result["variants"]):
-        lines += [f"### {group}", "", "| variant | KL | random mix | gain | worst domain's gain | error only | "
-                  "same count per layer | predicted from energy | uniform | top-1 | ppl | proxy error | MB | s |",
-                  "|---|---:|---:|---:|---:|---:|---:|---:|---|---:|---:|---|---:|---:|"]
-        lines += [_line(row) for row in result["variants"] if row["group"] == group] + [""]
-    return "\n".join(lines)
-
-
-def _line(row: dict[str, Any]) -> str:
-    sets = row["sets"]
-    ours, mixes = sets["allocation"], [s for name, s in sets.items() if name.startswith("random-")]
-    random = [s["kl"] for s in mixes]
-    spread = f" +- {stdev(random):.4f}" if len(random) > 1 else ""
-    domains = ours["domains"].items() if mixes else ()
-    worst = [1 - kl / fmean([s["domains"][name] for s in mixes]) for name, kl in domains]
-    uniform = ", ".join(f"{name.removeprefix('uniform-')}: {s['kl']:.4f}" for name, s in sets.items()
-                        if name.startswith("uniform-"))
-    proxy = ", ".join(f"{width}: {error:.2g}" for width, error in row["proxy_error"].items())
-    cells = [
-        row["name"], f"{ours['kl']:.4f}", f"{fmean(random):.4f}{spread}" if random else "",
-        f"{1 - ours['kl'] / fmean(random):.1%}" if random else "", f"{min(worst):.1%}" if worst else "",
-        *(f"{sets[name]['kl']:.4f}" if name in sets else "" for name in ("error-only", "equal-per-layer", "by-energy")),
-        uniform,
-        f"{ours['top1']:.1%}", f"{ours['ppl']:.3f}", proxy, f"{row['bytes'] / 1e6:.2f}",
-        f"{sum(row['seconds'].values()):.0f}",
-    ]
-    return f"| {' | '.join(cells)} |"

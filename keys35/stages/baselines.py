@@ -23,16 +23,22 @@ from keys35.stages.validate import held_out_panel
 
 
 class MixStore(WeightStore):
-    """The model with dense linears and MTP experts as they end up and routed experts at any given widths."""
+    """The model with dense linears and MTP experts as they end up and routed experts at any given widths.
 
-    def __init__(self, job: Job, widths: Mapping[int, list[float]]):
+    only_experts: everything but the given experts as the source has it; a width of None too.
+    """
+
+    def __init__(self, job: Job, widths: Mapping[int, list[float | None]], only_experts: bool = False):
         super().__init__(job.source, job.config, device=job.device)
-        self._job = job
-        self._widths = {**widths, **{layer: [job.recipe.mtp.bits] * job.experts for layer in job.config.mtp_layers}}
+        self._job, self._only_experts = job, only_experts
+        mtp = {} if only_experts else {layer: [job.recipe.mtp.bits] * job.experts for layer in job.config.mtp_layers}
+        self._widths = {**widths, **mtp}
 
     def layer(self, layer: int, keep: Keep = Keep.DENSE) -> LayerWeights:
         """One layer over its carried tensors: dense linears decoded now, experts when asked for."""
-        dense = Overlay(super().layer(layer, keep), self._dense(layer))
+        dense = super().layer(layer, keep)
+        if not self._only_experts:
+            dense = Overlay(dense, self._dense(layer))
         if layer not in self._widths:
             return dense
         return Candidates(self._job, layer).overlay(dense, self._widths[layer])

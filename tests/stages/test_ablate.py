@@ -8,7 +8,8 @@ from small import small_recipe, small_source
 from keys35.errors import RecipeError
 from keys35.progress import Progress
 from keys35.recipe import load_recipe
-from keys35.stages.ablate import Variant, ablate, load_variants, table, vary
+from keys35.stages.ablate import Variant, ablate, load_variants, vary
+from keys35.stages.ablation_table import table
 
 DEFAULT = Variant("A", "default", {}, ())
 
