@@ -21,7 +21,7 @@ class UnitFiles:
     Linears are best given in the order of their names, in which they are written: then little waits in memory.
     """
 
-    def __init__(self, paths: Mapping[int, Path], shapes: Mapping[str, tuple[int, int]]) -> None:
+    def __init__(self, paths: Mapping[float, Path], shapes: Mapping[str, tuple[int, int]]) -> None:
         """paths: a file per width; shapes: padded (inputs, outputs) of every linear that will be given."""
         self.widths = tuple(paths)
         self._writers = {width: _Writer(path, width, shapes) for width, path in paths.items()}
@@ -33,9 +33,9 @@ class UnitFiles:
 
         Raises what a writer has failed with.
         """
-        if self._written[int(encoded.bits)].done():
-            self._written[int(encoded.bits)].result()
-        self._writers[int(encoded.bits)].give(encoded.tensors(name))
+        if self._written[encoded.bits].done():
+            self._written[encoded.bits].result()
+        self._writers[encoded.bits].give(encoded.tensors(name))
 
     def finish(self) -> dict[Path, Saved]:
         """Wait for the files; their hashes. Raises ResumeError when the disk is full."""

@@ -12,13 +12,13 @@ from keys35.files.atomic import save_pieces
 from keys35.stages.unit_files import UnitFiles
 
 SHAPES = {"layer.2.up": (128, 256), "layer.10.up": (128, 256), "layer.10.down": (256, 128)}
-WIDTHS = (2, 3)
+WIDTHS = (2, 2.5, 3)
 
 
-def encoded(name: str, bits: int) -> EncodedLinear:
-    generator = torch.Generator().manual_seed(len(name) * bits)
+def encoded(name: str, bits: float) -> EncodedLinear:
+    generator = torch.Generator().manual_seed(int(len(name) * bits))
     k, n = SHAPES[name]
-    trellis = torch.randint(-999, 999, (k // 16, n // 16, 16 * bits), dtype=torch.int16, generator=generator)
+    trellis = torch.randint(-999, 999, (k // 16, n // 16, int(16 * bits)), dtype=torch.int16, generator=generator)
     return EncodedLinear(trellis, torch.rand(k).half(), torch.rand(n).half(), float(bits), 0.1, False)
 
 
