@@ -1,7 +1,7 @@
 """What a down projection should be once gate and up are quantized: it takes back what it can of their errors."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
@@ -39,29 +39,38 @@ def corrected_downs(
     root = (weight / weight.sum()).sqrt()[:, None]
     with _short_products(x.device):
         wanted = inner(x, gate, up) * root
-        sums = [_sums_by_half(inner(x, *parts) * root, wanted) for parts in lossy.values()]
-    grams, matches = (torch.stack(part) for part in zip(*sums, strict=True))
-    chosen = _best_ridges(grams, matches, down)
-    ridges = torch.tensor([ridge or max(RIDGES) for ridge in chosen], device=x.device)
-    changes = solve(_ridged(grams.sum(1), ridges[:, None])[:, 0], matches.sum(1))
-    usable = torch.isfinite(changes).all(-1).all(-1).tolist()
-    with _short_products(x.device):
-        return {
-            width: torch.addmm(down, change, down) if ridge and fine else down
-            for width, change, ridge, fine in zip(lossy, changes, chosen, usable, strict=True)
-        }
+        return {width: _corrected(inner(x, *parts) * root, wanted, down) for width, parts in lossy.items()}
 
 
 @contextmanager
-def _short_products(device: torch.device) -> Iterator[None]:
-    """Matrix products of a GPU at ten bits of mantissa: the errors that are fitted here are larger by far."""
+def _products(mantissa: str) -> Iterator[None]:
     before = torch.get_float32_matmul_precision()
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")
+    torch.set_float32_matmul_precision(mantissa)
     try:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def _short_products(device: torch.device) -> AbstractContextManager[None]:
+    """Matrix products of a GPU at ten bits of mantissa: the errors that are fitted here are larger by far."""
+    return _products("high" if device.type == "cuda" else "highest")
+
+
+def _whole_products() -> AbstractContextManager[None]:
+    """Factorisations are not for short ones: a small ridge could get lost."""
+    return _products("highest")
+
+
+def _corrected(found: Tensor, wanted: Tensor, down: Tensor) -> Tensor:
+    """One width at a time: what it gets does not depend on which others are asked for, to the last bit."""
+    grams, matches = _sums_by_half(found, wanted)
+    ridge = _best_ridge(grams, matches, down)
+    if ridge is None:
+        return down
+    lower, failed = torch.linalg.cholesky_ex(_ridged(grams.sum(0), ridge))
+    change = torch.cholesky_solve(matches.sum(0), lower)
+    return torch.where((failed == 0) & torch.isfinite(change).all(), torch.addmm(down, change, down), down)
 
 
 def _sums_by_half(found: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,22 +81,20 @@ def _sums_by_half(found: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack([q.T @ q for q, _ in halves]), torch.stack([q.T @ missing for q, missing in halves])
 
 
-def _best_ridges(grams: Tensor, matches: Tensor, down: Tensor) -> list[float | None]:
-    """Of each width's (widths, 2, f, f) sums the ridge whose fit to one half does most good on the other, both ways.
+def _best_ridge(grams: Tensor, matches: Tensor, down: Tensor) -> float | None:
+    """The ridge whose fit to one half of the (2, f, f) sums does most good on the other, both ways; None if none does.
 
-    None where none does any. Some of the outputs stand for all.
+    Some of the outputs stand for all.
     """
     right = matches @ down[:, :: max(1, down.shape[1] // PROBES)]
-    ridged = _ridged(grams, torch.tensor(RIDGES, device=down.device))
-    fits = solve(ridged, right[:, :, None].expand(*ridged.shape[:3], *right.shape[2:]))
-    other, wanted = grams.flip(1)[:, :, None], right.flip(1)[:, :, None]
-    gains = (fits * (2 * wanted - other @ fits)).sum((-1, -2), dtype=torch.float64).sum(1)
-    gains, best = gains.nan_to_num(nan=-torch.inf).max(1)
-    return [RIDGES[i] if gain > 0 else None for gain, i in zip(gains.tolist(), best.tolist(), strict=True)]
+    with _whole_products():
+        fits = solve(torch.stack([_ridged(grams, ridge) for ridge in RIDGES]), right.expand(len(RIDGES), *right.shape))
+    gains = (fits * (2 * right.flip(0) - grams.flip(0) @ fits)).sum((1, 2, 3), dtype=torch.float64)
+    gain, best = gains.nan_to_num(nan=-torch.inf).max(0)
+    return RIDGES[int(best)] if float(gain) > 0 else None
 
 
-def _ridged(grams: Tensor, ridges: Tensor) -> Tensor:
-    """Each (.., f, f) with each of (.., ridges) shares of its mean diagonal on the diagonal, (.., ridges, f, f)."""
-    added = ridges * grams.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
-    eye = torch.eye(grams.shape[-1], device=grams.device)
-    return torch.addcmul(grams[..., None, :, :], added[..., None, None], eye)
+def _ridged(grams: Tensor, ridge: float) -> Tensor:
+    """(.., f, f) with a share of its mean diagonal added to the diagonal."""
+    mean = grams.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    return grams + ridge * mean * torch.eye(grams.shape[-1], device=grams.device)
