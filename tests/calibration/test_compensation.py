@@ -79,3 +79,19 @@ def test_rows_that_are_not_finite_change_nothing():
     moe, weights = made()
     moe.x[0, 0] = float("inf")
     assert torch.equal(corrected_downs(moe, 0, weights, {2: shrunk(weights)}, Calibration())[2], weights[2])
+
+
+@pytest.mark.parametrize(
+    "device",
+    ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
+                                                                           reason="needs a CUDA device")])],
+)  # fmt: skip
+def test_a_width_alone_gets_what_it_gets_among_others(device):
+    """Which lets a job encode again only the width that it chose."""
+    moe, weights = made()
+    weights = tuple(w.to(device) for w in weights)
+    lossy = {2: shrunk(weights), 3: tuple(0.9 * w for w in weights[:2])}
+    together = corrected_downs(moe, 0, weights, lossy, Calibration())
+    for width, parts in lossy.items():
+        assert torch.equal(corrected_downs(moe, 0, weights, {width: parts}, Calibration())[width], together[width])
+        assert not torch.equal(together[width], weights[2])
