@@ -31,9 +31,10 @@ from keys35.runtime.reference import Reference, make_reference
 from keys35.runtime.score import score_panel
 from keys35.stages.allocate import allocate, width_sets
 from keys35.stages.baselines import MixStore, score_sets
+from keys35.stages.budget import within_size
 from keys35.stages.choice import EXPERTS, Choice, choose, widths_on
 from keys35.stages.costs import Measured, read_measured
-from keys35.stages.job import Job, open_job
+from keys35.stages.job import Job, open_job, read_source
 from keys35.stages.measure import measure
 from keys35.stages.quantize import quantize
 from keys35.stages.sizes import class_sizes
@@ -93,8 +94,10 @@ def ablate(
     `finished`: only those that have one. Raises what the stages raise.
     """
     rows = []
+    opened, config, _ = read_source(source, recipe)
+    asked, recipe = recipe, within_size(recipe, opened, config)
     for variant in variants:
-        changed = vary(recipe, variant.changes)
+        changed = within_size(vary(asked, variant.changes), opened, config)
         path = root / "rows" / f"{_slug(variant)}.json"
         row = read_json(path) if path.exists() else None
         if not finished and (row is None or row["recipe_sha256"] != changed.digest()):

@@ -1,5 +1,6 @@
 """What measure found, as numbers: errors, energies and layer weights, and the costs they come to."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,6 +9,9 @@ from keys35.allocation import rank_correlation
 from keys35.errors import ResumeError
 from keys35.stages.job import Job
 from keys35.stages.units import SENSITIVITY, expert_units
+
+Errors = list[list[list[float]] | None]  # (widths, domains) of each expert of a layer, None where not encoded
+POOL = 4
 
 
 @dataclass(frozen=True)
@@ -52,11 +56,8 @@ def read_measured(job: Job, half: int | None = None) -> Measured:
     Raises ResumeError naming the first unit that is missing.
     """
     layers = tuple(job.config.moe_layers)
-    errors, energies = [], []
-    for layer in layers:
-        known, energy = _of_layer(job, layer, half)
-        energies.append(energy)
-        errors.append(_completed(known, energy))
+    known, energies = zip(*(_of_layer(job, layer, half) for layer in layers), strict=True)
+    errors = [_completed(*of_layer) for of_layer in zip(known, energies, _lost(known, energies), strict=True)]
     receipt = job.work.receipt(SENSITIVITY)
     if receipt is None:
         raise _unmeasured(job, SENSITIVITY)
@@ -65,7 +66,7 @@ def read_measured(job: Job, half: int | None = None) -> Measured:
     return Measured(layers, job.recipe.experts.widths, tuple(errors), tuple(energies), alpha, share / share.sum())
 
 
-def _of_layer(job: Job, layer: int, half: int | None) -> tuple[list[list[list[float]] | None], np.ndarray]:
+def _of_layer(job: Job, layer: int, half: int | None) -> tuple[Errors, np.ndarray]:
     """Errors (widths, domains) of a layer's experts, None where not encoded; energies (experts, domains)."""
     errors, energies = [], []
     for unit in expert_units(job, layer):
@@ -81,13 +82,28 @@ def _of_layer(job: Job, layer: int, half: int | None) -> tuple[list[list[list[fl
     return errors, np.asarray(energies, dtype=np.float64)
 
 
-def _completed(errors: list[list[list[float]] | None], energy: np.ndarray) -> np.ndarray:
-    """(experts, widths, domains): where an error is not known, the energy times what the known ones lost of theirs."""
-    known = [number for number, error in enumerate(errors) if error is not None]
-    found = np.asarray([errors[number] for number in known], dtype=np.float64)
-    lost = found.sum(axis=(0, 2)) / max(energy[known].sum(), np.finfo(float).tiny)
+def _lost(known: Sequence[Errors], energies: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """(widths,) per layer: what share of its energy a layer's encoded experts lost at each width.
+
+    A few experts say little of their layer, and layers lose about alike: the fewer they are, the more the mean over
+    the layers counts, as POOL experts more would.
+    """
+    lost, counts = [], []
+    for errors, energy in zip(known, energies, strict=True):
+        found = [number for number, error in enumerate(errors) if error is not None]
+        sums = np.asarray([errors[number] for number in found], dtype=np.float64).sum(axis=(0, 2))
+        lost.append(sums / max(energy[found].sum(), np.finfo(float).tiny))
+        counts.append(len(found))
+    mean = np.mean(lost, axis=0)
+    return [(count * own + POOL * mean) / (count + POOL) for own, count in zip(lost, counts, strict=True)]
+
+
+def _completed(errors: Errors, energy: np.ndarray, lost: np.ndarray) -> np.ndarray:
+    """(experts, widths, domains): where an error is not known, the energy times what such experts lose of theirs."""
     result = energy[:, None, :] * lost[:, None]
-    result[known] = found
+    for number, error in enumerate(errors):
+        if error is not None:
+            result[number] = error
     return result
 
 

@@ -7,7 +7,7 @@ from tiny import tiny_recipe
 from keys35.progress import Progress
 from keys35.stages.allocate import allocate, load_allocation
 from keys35.stages.candidates import Candidates, are_held
-from keys35.stages.costs import _completed, read_measured
+from keys35.stages.costs import POOL, _completed, _lost, read_measured
 from keys35.stages.explain import explain, sentences
 from keys35.stages.job import open_job, resume_job
 from keys35.stages.measure import measure
@@ -40,6 +40,15 @@ def test_a_sample_is_encoded_and_everything_in_the_end(tmp_path, tiny):
 def test_what_is_not_known_is_energy_times_what_the_known_lost():
     energy = np.array([[1.0, 2.0], [4.0, 4.0], [2.0, 1.0]])
     known = [[[0.5, 1.0], [0.1, 0.2]], None, [[1.0, 0.5], [0.2, 0.1]]]
-    found = _completed(known, energy)
+    [lost] = _lost([known], [energy])
+    assert np.allclose(lost, [0.5, 0.1])
+    found = _completed(known, energy, lost)
     assert found[0].tolist() == known[0] and found[2].tolist() == known[2]
     assert np.allclose(found[1], [[2.0, 2.0], [0.4, 0.4]])
+
+
+def test_a_layer_with_few_encoded_experts_leans_on_the_others():
+    energy = np.ones((20, 1))
+    few, many = _lost([[[[0.9]], *[None] * 19], [[[0.1]]] * 20], [energy, energy])
+    assert np.allclose(few, (0.9 + POOL * 0.5) / (1 + POOL))
+    assert np.allclose(many, (20 * 0.1 + POOL * 0.5) / (20 + POOL))
