@@ -49,6 +49,32 @@ class TextSet:
         return replace(self, domains=tuple(d for d in self.domains if not names or d.name in names))
 
 
+@dataclass(frozen=True)
+class Chat:
+    """A document of messages, which the checkpoint's own template makes text of; key: what splits go by."""
+
+    messages: tuple[dict, ...]
+    key: str
+
+
+@dataclass(frozen=True)
+class TokenIds:
+    """A document of token ids, sealed with the hash of the tokenizer.json that made them; key: what splits go by."""
+
+    ids: tuple[int, ...]
+    tokenizer_sha256: str
+    file: Path
+    key: str
+
+
+Document = str | Chat | TokenIds
+
+
+def key_of(document: Document) -> str:
+    """What decides on which side of a split a document falls."""
+    return document if isinstance(document, str) else document.key
+
+
 def load_text_set(name: str) -> TextSet:
     """A set by its shipped name or a TOML path; raises RecipeError for a missing set, file or key."""
     path = _find_set(name)
@@ -67,12 +93,16 @@ def load_text_set(name: str) -> TextSet:
     return TextSet(path.stem, version, domains, digest.hexdigest())
 
 
-def documents(domain: Domain) -> Iterator[str]:
-    """The domain's documents in file order, none of them blank, and only those of its part."""
+def documents(domain: Domain) -> Iterator[Document]:
+    """The domain's documents in file order, none of them blank, and only those of its part.
+
+    A line of a .jsonl file has "text", "messages" (a chat) or "ids" (tokens, under the "tokenizer_sha256" of a line
+    before).
+    """
     for file in domain.files:
         text = file.read_text(encoding="utf-8")
         parts = _json_lines(text, file) if file.suffix == ".jsonl" else _cut(text, domain.documents)
-        yield from (part for part in parts if part.strip() and _belongs(part, domain.part))
+        yield from (part for part in parts if key_of(part).strip() and _belongs(key_of(part), domain.part))
 
 
 def _belongs(document: str, part: str) -> bool:
@@ -142,11 +172,36 @@ def _chunks(text: str) -> Iterator[str]:
     yield "".join(run)
 
 
-def _json_lines(text: str, file: Path) -> Iterator[str]:
+def _json_lines(text: str, file: Path) -> Iterator[Document]:
+    sealed = None
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
         try:
-            yield json.loads(line)["text"]
-        except (json.JSONDecodeError, KeyError, TypeError):
-            raise RecipeError(f'{file} line {number}: expected a JSON object with a "text" key') from None
+            value = json.loads(line)
+            if "tokenizer_sha256" in value:
+                sealed = str(value["tokenizer_sha256"])
+            elif "ids" in value:
+                ids = tuple(_token_id(number) for number in value["ids"])
+                yield TokenIds(ids, _known(sealed), file, json.dumps(ids))
+            elif "messages" in value:
+                yield Chat(tuple(dict(message) for message in value["messages"]), json.dumps(value["messages"]))
+            else:
+                yield value["text"]
+        except (json.JSONDecodeError, KeyError, TypeError, ValueError):
+            raise RecipeError(
+                f'{file} line {number}: expected a JSON object with "text", with "messages", or with "ids" after a '
+                'line with "tokenizer_sha256"'
+            ) from None
+
+
+def _token_id(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(value)
+    return value
+
+
+def _known(sealed: str | None) -> str:
+    if sealed is None:
+        raise ValueError("no tokenizer_sha256 before ids")
+    return sealed

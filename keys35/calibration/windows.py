@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from keys35.calibration.text import Domain, TextSet, documents
+from keys35.calibration.chat import ChatTemplate
+from keys35.calibration.text import Chat, Document, Domain, TextSet, TokenIds, documents, key_of
 from keys35.errors import PlanError, ResumeError, SourceError
 from keys35.files.atomic import load_tensors, read_json, save_tensors, write_json
 
@@ -55,6 +56,7 @@ class WindowMaker:
             self._tokenizer = Tokenizer.from_file(str(tokenizer_file))
         except Exception as error:  # the library raises bare Exceptions
             raise SourceError(f"{tokenizer_file} cannot be read as a tokenizer: {error}") from None
+        self._root, self._template = tokenizer_file.parent, None
         self._end = end_of_document
         self._window = window
         self._seed = seed
@@ -76,11 +78,11 @@ class WindowMaker:
 
     def _domain_windows(self, domain: Domain, count: int, split: str | None) -> np.ndarray:
         stream = array("q")
-        for text in documents(domain):
-            if split is None or _split_of(text) == split:
-                # One document at a time: an encoding keeps offsets and words, some hundred bytes per token.
-                ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-                stream.extend([*self._prefix, *ids, self._end])
+        for document in documents(domain):
+            if split is None or _split_of(key_of(document)) == split:
+                ids = self._ids(document)
+                start = [] if ids[: len(self._prefix)] == self._prefix else self._prefix  # a template may begin with it
+                stream.extend([*start, *ids, self._end])
         available = len(stream) // self._window
         if available < count:
             purpose = f"{split} windows" if split else "panel windows"
@@ -91,6 +93,21 @@ class WindowMaker:
         rows = np.array(stream, dtype=np.int64)[: available * self._window].reshape(available, self._window)
         order = np.random.default_rng([self._seed, len(domain.name)]).permutation(available)[:count]
         return rows[np.sort(order)]
+
+    def _ids(self, document: Document) -> list[int]:
+        """A document's tokens, one at a time: an encoding keeps offsets and words, some hundred bytes per token."""
+        if isinstance(document, TokenIds):
+            if document.tokenizer_sha256 != self.tokenizer_sha256:
+                raise PlanError(
+                    f"{document.file} holds token ids of another tokenizer ({document.tokenizer_sha256[:12]}..., the "
+                    f"checkpoint has {self.tokenizer_sha256[:12]}...): make it with the checkpoint's tokenizer.json, "
+                    "or give the text itself"
+                )
+            return list(document.ids)
+        if isinstance(document, Chat):
+            self._template = self._template or ChatTemplate(self._root)
+            document = self._template.render(document.messages)
+        return self._tokenizer.encode(document, add_special_tokens=False).ids
 
 
 def shares(text: TextSet, total: int) -> list[int]:

@@ -139,3 +139,69 @@ def test_some_domains_of_a_set():
     assert [d.name for d in text.only(["code"]).domains] == ["code"] and text.only([]) == text
     with pytest.raises(RecipeError, match="no domain law: it has prose, code"):
         text.only(["law"])
+
+
+TEMPLATE = """{%- if not messages -%}{{ raise_exception('no messages') }}{%- endif -%}
+[gMASK]<sop>
+{%- for m in messages %}
+{%- if m.role == 'user' %}<|user|>
+{{ m.content }}{% elif m.role == 'assistant' %}<|assistant|>
+{{ m.content }}{% else %}<|system|>
+{{ m.content }}{% endif %}
+{%- endfor %}"""
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"},
+        {"role": "assistant", "content": "Because."}]
+
+
+def model_folder(tmp_path, template=TEMPLATE):
+    root = tmp_path / "model"
+    root.mkdir()
+    (root / "tokenizer.json").write_bytes(TOKENIZER.read_bytes())
+    if template:
+        (root / "chat_template.jinja").write_text(template)
+    return root
+
+
+def test_chats_go_through_the_checkpoints_own_template(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    root = model_folder(tmp_path)
+    text = text_set(tmp_path, json.dumps({"messages": CHAT}) + "\n", name="chat.jsonl")
+    found = WindowMaker(root / "tokenizer.json", 0, 16, 0).make(text, [1], None).tokens[0].tolist()
+    peer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(TOKENIZER), chat_template=TEMPLATE)
+    wanted = peer.apply_chat_template(CHAT, return_dict=False)
+    assert found == wanted[:16] and wanted[:2] == [1, 2]  # [gMASK] <sop>, once
+    assert {3, 4} <= set(found), "the special tokens of system and user"
+
+
+def test_chats_need_a_template_that_takes_them(tmp_path):
+    text = text_set(tmp_path, '{"messages": []}\n', name="chat.jsonl")
+    root = model_folder(tmp_path)
+    with pytest.raises(PlanError, match="no messages"):
+        WindowMaker(root / "tokenizer.json", 0, 16, 0).make(text, [1], None)
+    (root / "chat_template.jinja").unlink()
+    with pytest.raises(SourceError, match="chat_template.jinja"):
+        WindowMaker(root / "tokenizer.json", 0, 16, 0).make(text, [1], None)
+
+
+def test_a_template_reaches_nothing(tmp_path):
+    text = text_set(tmp_path, json.dumps({"messages": CHAT}) + "\n", name="chat.jsonl")
+    root = model_folder(tmp_path, "{{ messages.__class__.__mro__[1].__subclasses__() }}")
+    with pytest.raises(PlanError, match="does not fit"):
+        WindowMaker(root / "tokenizer.json", 0, 16, 0).make(text, [1], None)
+
+
+def test_token_files_are_taken_from_the_checkpoints_tokenizer_only(tmp_path):
+    maker = WindowMaker(TOKENIZER, 0, 8, 0)
+    lines = [{"tokenizer_sha256": maker.tokenizer_sha256}, {"ids": [11, 12, 13, 14, 15]}, {"ids": [1, 2, 21, 22]}]
+    text = text_set(tmp_path, "\n".join(map(json.dumps, lines)), name="tokens.jsonl")
+    assert maker.make(text, [1], None).tokens.tolist() == [[1, 2, 11, 12, 13, 14, 15, 0]]  # then 1, 2, 21, 22, 0
+    lines[0] = {"tokenizer_sha256": "ab" * 32}
+    other = text_set(tmp_path, "\n".join(map(json.dumps, lines)), name="o.jsonl")
+    with pytest.raises(PlanError, match=r"o.jsonl holds token ids of another tokenizer \(abababababab"):
+        maker.make(other, [1], None)
+
+
+@pytest.mark.parametrize("line", ['{"ids": [1]}', '{"tokenizer_sha256": "a"}\n{"ids": [-1]}', '{"messages": 3}'])
+def test_json_lines_that_are_neither(tmp_path, line):
+    with pytest.raises(RecipeError, match="mine.jsonl line"):
+        list(documents(text_set(tmp_path, line, name="mine.jsonl").domains[0]))
