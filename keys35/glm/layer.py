@@ -41,8 +41,39 @@ def decoder_layer(
     once.
     """
     block = Block(config, layer, weights, observer or Observer(), reduce)
+    states, chosen, places = _attended(block, windows, selections, caches)
+    lengths, rows = [len(x) for x in states], torch.cat(states)
+    states.clear()  # their rows are the most of what a pass needs beside the weights
+    h = block.norm("post_attention_layernorm", rows)
+    rows += feed_forward(block, h, torch.cat(places)).to(rows.dtype)
+    return list(rows.split(lengths)), chosen
+
+
+@torch.no_grad()
+def mlp_inputs(
+    config: GlmConfig,
+    layer: int,
+    weights: LayerWeights,
+    windows: Sequence[Tensor],
+    selections: Sequence[Tensor | None],
+    *,
+    observer: Observer | None = None,
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """The first half of a layer: what its MLP or router is given (S, d) per window, and the selections."""
+    block = Block(config, layer, weights, observer or Observer(), sum_shares)
+    states, chosen, _ = _attended(block, windows, selections, None)
+    return [block.norm("post_attention_layernorm", x) for x in states], chosen
+
+
+def _attended(
+    block: Block,
+    windows: Sequence[Tensor],
+    selections: Sequence[Tensor | None],
+    caches: Sequence[LayerCache] | None,
+) -> tuple[list[Tensor], list[Tensor | None], list[Tensor]]:
+    """States behind attention (S, d), selections and places of each window."""
     states, chosen, places = [], [], []
-    for run in _runs(config, windows, selections, alone=caches is not None):
+    for run in _runs(block.config, windows, selections, alone=caches is not None):
         cache = caches[run.start] if caches else None
         x, selection = torch.stack(windows[run.start : run.stop]), selections[run.start]
         if selection is not None:
@@ -52,11 +83,7 @@ def decoder_layer(
         states += (x + mixed.to(x.dtype)).unbind()
         chosen += [None] * len(run) if selection is None else selection.unbind()
         places.append(where)
-    lengths, rows = [len(x) for x in states], torch.cat(states)
-    states.clear()  # their rows are the most of what a pass needs beside the weights
-    h = block.norm("post_attention_layernorm", rows)
-    rows += feed_forward(block, h, torch.cat(places)).to(rows.dtype)
-    return list(rows.split(lengths)), chosen
+    return states, chosen, places
 
 
 def _runs(

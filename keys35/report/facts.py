@@ -92,6 +92,11 @@ class Facts:
         return {name: entry["metrics"] for name, entry in scored.items() if entry["panel_sha256"] == panel}
 
     @property
+    def behind_prefix(self) -> bool:
+        """Whether the checkpoint was encoded behind a quantized prefix, which its baselines were not."""
+        return (self.report or {}).get("recipe", {}).get("encoder", {}).get("prefix") == "quantized"
+
+    @property
     def random_kl(self) -> list[float]:
         """KL of the random mixes, rising."""
         return sorted(m["kl"] for name, m in self.baselines.items() if name.startswith(RANDOM))

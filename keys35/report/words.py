@@ -74,6 +74,9 @@ def quality_rows(facts: Facts) -> list[tuple[str, dict[str, float], str]]:
         rows = []
     else:
         rows = [(set_name("allocation"), facts.quality["metrics"], "")]
+        if facts.behind_prefix and "allocation" in facts.baselines:
+            name = "the same widths, like all below without the quantized prefix"
+            rows += [(name, facts.baselines["allocation"], "")]
     others = {name: m for name, m in facts.baselines.items() if name != "allocation"}
     mixes = [m for name, m in others.items() if name.startswith(RANDOM)]
     if mixes:
@@ -89,13 +92,19 @@ def quality_rows(facts: Facts) -> list[tuple[str, dict[str, float], str]]:
 def verdict(facts: Facts) -> tuple[bool, str] | None:
     """Whether the allocation beats random mixes of the same bytes on held-out text by more than noise; None if unknown.
 
-    A tie is reported as one: an optimiser's output is no gain because it is an optimiser's (exllamav3#108).
+    A tie is reported as one: an optimiser's output is no gain because it is an optimiser's (exllamav3#108). Behind a
+    quantized prefix the widths are compared as they were measured, like the mixes.
     """
     if not facts.random_kl or facts.quality is None:
         return None
     ours, floor = facts.quality["metrics"]["kl"], facts.quality["noise_floor"]["kl"]
     mean, best = sum(facts.random_kl) / len(facts.random_kl), facts.random_kl[0]
+    if facts.behind_prefix:
+        if "allocation" not in facts.baselines:
+            return None
+        ours = facts.baselines["allocation"]["kl"]
     figures = f"KL {nats(ours)} against {nats(mean)} (best {nats(best)})"
+    figures += ", all without the quantized prefix" if facts.behind_prefix else ""
     if ours + floor < best:
         return True, f"Better than each of {len(facts.random_kl)} random mixes of the same bytes: {figures}, " \
                      f"{1 - ours / mean:.0%} less than their mean."

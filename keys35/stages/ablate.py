@@ -30,8 +30,9 @@ from keys35.runtime.ranks import Ranks
 from keys35.runtime.reference import Reference, make_reference
 from keys35.runtime.score import score_panel
 from keys35.stages.allocate import allocate, width_sets
-from keys35.stages.baselines import MixStore, score_sets
+from keys35.stages.baselines import score_sets
 from keys35.stages.budget import within_size
+from keys35.stages.candidates import MixStore
 from keys35.stages.choice import EXPERTS, Choice, choose, widths_on
 from keys35.stages.costs import Measured, read_measured
 from keys35.stages.job import Job, open_job, read_source
@@ -118,7 +119,12 @@ def _score(
 
 
 def _encoding(changed: Recipe, base: Recipe) -> Recipe:
-    """The recipe that a variant's work directory belongs to: all that encodes, with the base's allocation."""
+    """The recipe that a variant's work directory belongs to: all that encodes, with the base's allocation.
+
+    Behind a quantized prefix the allocation shapes every encoding, so that it is the variant's own.
+    """
+    if changed.encoder.prefix == "quantized":
+        return changed
     kept = {key: getattr(base.experts, key) for key in ALLOCATED_LATER}
     widths = changed.experts.widths
     if not widths[0] <= base.experts.budget <= widths[-1]:
@@ -174,10 +180,16 @@ def _wanted(job: Job, measured: Measured, choice: Choice, variant: Variant) -> d
 def _scored(
     job: Job, sets: Mapping[str, Sequence[Any]], judge: tuple[Panel, Reference], progress: Progress
 ) -> dict[str, dict[str, Any]]:
-    """Metrics of each set. Receipts are named by the widths: those that several variants share are scored once."""
+    """Metrics of each set. Receipts are named by the widths: those that several variants share are scored once.
+
+    Behind a quantized prefix the allocation is scored as the checkpoint has it, every other set as it was measured.
+    """
     widths = {name: _by_layer(job, chosen) for name, chosen in sets.items()}
     names = {name: _short_digest(f"{chosen} {judge[0].fingerprint}") for name, chosen in widths.items()}
-    scored = score_sets(job, FOLDER, {names[name]: chosen for name, chosen in widths.items()}, *judge, progress)
+    final = None
+    if job.recipe.encoder.prefix == "quantized" and "allocation" in names:
+        final = names["allocation"] = f"final-{names['allocation']}"
+    scored = score_sets(job, FOLDER, {names[name]: chosen for name, chosen in widths.items()}, *judge, progress, final)
     return {name: scored[key] for name, key in names.items()}
 
 

@@ -243,7 +243,7 @@ def _warnings(job: Job) -> list[str]:
     found = []
     for name in job.work.units():
         receipt = job.work.receipt(name)
-        if not name.startswith(("experts/", "quantize/dense/")) or receipt is None:
+        if not name.startswith(("experts/", "final/", "quantize/dense/")) or receipt is None:
             continue
         data = receipt["data"]
         if data["fallback"]:

@@ -1,4 +1,4 @@
-"""Encoded experts of one layer, read from the work directory and decoded on demand."""
+"""Encoded layers as weights: experts read from the work directory and decoded on demand, dense linears at once."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -9,10 +9,18 @@ from torch import Tensor
 
 from keys35.exl3.linear import decode_weight
 from keys35.glm.block import LayerWeights
-from keys35.glm.names import PROJECTIONS
-from keys35.glm.weights import Overlay
+from keys35.glm.names import PROJECTIONS, Role
+from keys35.glm.weights import Keep, Overlay, WeightStore
 from keys35.stages.job import Job
-from keys35.stages.units import ExpertUnit, expert_units, load_recorded, sampled
+from keys35.stages.units import (
+    ExpertUnit,
+    dense_file,
+    dense_unit,
+    expert_units,
+    final_units,
+    load_recorded,
+    sampled,
+)
 
 GROUPS_IN_MEMORY = 4
 READERS = 4
@@ -21,11 +29,13 @@ READERS = 4
 class Candidates:
     """All encodings of a layer's routed experts; raises ResumeError when a unit is missing or its file damaged."""
 
-    def __init__(self, job: Job, layer: int):
+    def __init__(self, job: Job, layer: int, final: bool = False):
+        """final: as the checkpoint gets them, each at its one width; otherwise as they were measured."""
         self._job = job
         self._layer = layer
         self.device = job.device
-        self._units = {expert: unit for unit in expert_units(job, layer) for expert in unit.experts}
+        units = final_units(job, layer) if final else expert_units(job, layer)
+        self._units = {expert: unit for unit in units for expert in unit.experts}
         self._group = lru_cache(maxsize=GROUPS_IN_MEMORY * len(job.recipe.experts.widths))(self._load)
         self._held: dict[tuple[ExpertUnit, int], dict[str, Tensor]] = {}
 
@@ -59,6 +69,42 @@ def are_held(job: Job, widths: Mapping[int, Sequence[int]]) -> bool:
             if any(expert not in held.get(str(row[expert]), []) for expert in unit.experts):
                 return False
     return True
+
+
+class MixStore(WeightStore):
+    """The model with dense linears and MTP experts as they end up and routed experts at any given widths.
+
+    only_experts: everything but the given experts as the source has it; a width of None too. final: the experts are
+    the checkpoint's own, in its own encoding; otherwise they are as they were measured.
+    """
+
+    def __init__(
+        self, job: Job, widths: Mapping[int, list[float | None]], only_experts: bool = False, final: bool = False
+    ):
+        super().__init__(job.source, job.config, device=job.device)
+        self._job, self._only_experts, self._final = job, only_experts, final
+        mtp = {} if only_experts else {layer: [job.recipe.mtp.bits] * job.experts for layer in job.config.mtp_layers}
+        self._widths = {**widths, **mtp}
+
+    def layer(self, layer: int, keep: Keep = Keep.DENSE) -> LayerWeights:
+        """One layer over its carried tensors: dense linears decoded now, experts when asked for."""
+        dense = super().layer(layer, keep)
+        if not self._only_experts:
+            dense = Overlay(dense, self._dense(layer))
+        if layer not in self._widths:
+            return dense
+        final = self._final or self.config.is_mtp(layer)
+        return Candidates(self._job, layer, final).overlay(dense, self._widths[layer])
+
+    def _dense(self, layer: int) -> dict[str, Tensor]:
+        rules = [rule for rule in self._job.rules.values() if rule.layer == layer and rule.role is Role.DENSE]
+        stored = load_recorded(self._job, dense_unit(layer), dense_file(self._job, layer)) if rules else {}
+        matrices = {}
+        for rule in rules:
+            parts = (stored[f"{rule.module}.{part}"].to(self.device) for part in ("trellis", "suh", "svh"))
+            matrix = decode_weight(*parts)[: rule.in_features, : rule.out_features]
+            matrices[rule.module.split(".", 3)[3]] = matrix
+        return matrices
 
 
 class _Decoded(Mapping[str, Tensor]):

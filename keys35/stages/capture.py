@@ -73,7 +73,7 @@ def capture(
         _require_finite_ends(job)
     spent = Spans(job.device)
     with spent("reading"):
-        weights = _weights(job, store, layer)
+        weights = layer_weights(job, store, layer)
         before = _states_before(job, store, layer, weights, windows)
     if shelf is not None and layer in job.config.moe_layers:
         shelf.expect(job, expert_units(job, layer)[0])
@@ -119,7 +119,7 @@ def _finish(
             forget_states(job, done)
 
 
-def _weights(job: Job, store: WeightStore, layer: int) -> StoredLayer:
+def layer_weights(job: Job, store: WeightStore, layer: int) -> StoredLayer:
     """A layer's weights: a GPU holds them as they are stored, a CPU reads experts when they are asked for."""
     if job.device.type == "cpu":
         return store.layer(layer)
@@ -144,7 +144,7 @@ def _save(
         saving = {hessian_file(job, layer): pool.submit(save_tensors, hessian_file(job, layer), stored)}
         if not job.config.is_mtp(layer):
             path = _state_file(job, layer)
-            saving[path] = pool.submit(save_states, path, after, _next_shares(job, layer))
+            saving[path] = pool.submit(save_states, path, after, next_shares(job, layer))
         saved_rows = pool.submit(save_tensors, rows_file(job, layer), routed) if routed else None
     files = {path: future.result() for path, future in saving.items()}
     return files, saved_rows.result() if saved_rows else None
@@ -178,7 +178,8 @@ def forget_states(job: Job, layer: int) -> None:
     _state_file(job, layer).unlink(missing_ok=True)
 
 
-def _next_shares(job: Job, layer: int) -> bool:
+def next_shares(job: Job, layer: int) -> bool:
+    """Whether the next layer takes over this one's sparse selections."""
     return layer + 1 < job.config.num_hidden_layers and not job.config.has_indexer(layer + 1)
 
 
@@ -191,22 +192,22 @@ def _states_before(
     previous = _states_after(job, store, min(layer, job.config.num_hidden_layers) - 1, windows)
     if not job.config.is_mtp(layer):
         return previous
-    norm = store.tensor(FINAL_NORM)
-    joined = {}
-    for split in SPLITS:
-        embedded = States.embedded(store, windows[split].tokens, job.states_dtype).x
-        pairs = zip(previous[split].x, embedded, strict=True)
-        pairs = ([x[None].to(job.device).float() for x in pair] for pair in pairs)
-        inputs = [mtp_inputs(job.config, weights, *pair, norm)[0].to("cpu", job.states_dtype) for pair in pairs]
-        joined[split] = States.start(torch.stack(inputs))
-    return joined
+    return {s: mtp_states(job, store, weights, previous[s], windows[s].tokens) for s in SPLITS}
+
+
+def mtp_states(job: Job, store: WeightStore, weights: StoredLayer, trunk: States, tokens: Tensor) -> States:
+    """What enters an MTP layer: the trunk's last states joined with the embeddings of the next of the tokens (N, W)."""
+    norm, embedded = store.tensor(FINAL_NORM), States.embedded(store, tokens, job.states_dtype).x
+    pairs = ([x[None].to(job.device).float() for x in pair] for pair in zip(trunk.x, embedded, strict=True))
+    inputs = [mtp_inputs(job.config, weights, *pair, norm)[0].to("cpu", job.states_dtype) for pair in pairs]
+    return States.start(torch.stack(inputs))
 
 
 def _states_after(job: Job, store: WeightStore, layer: int, windows: dict[str, Windows]) -> dict[str, States]:
     """A layer's outgoing states from disk; computed again from the last ones kept if they are gone."""
     if _state_file(job, layer).exists():
         return read_states(load_recorded(job, capture_unit(layer), _state_file(job, layer)), SPLITS)
-    weights = _weights(job, store, layer)
+    weights = layer_weights(job, store, layer)
     before = _states_before(job, store, layer, weights, windows)
     return {split: _advance(job, before[split], layer, weights) for split in SPLITS}
 

@@ -1,10 +1,13 @@
 """Dense EXL3 linears: a layer's fixed-width ones, encoded together from the Hessians of its calibration pass."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from keys35.errors import ResumeError
 from keys35.exl3.encode import LinearJob, encode_group
+from keys35.exl3.linear import EncodedLinear
 from keys35.files.atomic import save_pieces
 from keys35.glm.names import Role, TensorRule
 from keys35.stages.capture import hessian_file
@@ -27,26 +30,30 @@ def encode_dense(job: Job, layer: int) -> None:
     carrier = receipt["data"]["carrier"]
     with spent("reading"):
         jobs = [
-            LinearJob(rule.module, _weight(job, rule), prefix + carrier[rule.module.removeprefix(prefix)])
+            LinearJob(rule.module, dense_weight(job, rule), prefix + carrier[rule.module.removeprefix(prefix)])
             for rule in job.rules.values()
             if rule.layer == layer and rule.role is Role.DENSE
         ]
     with spent("encode"):
         encoded = encode_group(jobs, hessians, [bits], job.encode_options, job.recipe.seed)
-    tensors: dict[str, Tensor] = {}
-    errors: dict[str, float] = {}
-    for item in jobs:
-        result = encoded[item.name, bits]
-        tensors |= result.tensors(item.name)
-        errors[item.name] = result.proxy_error
-    fallback = [item.name for item in jobs if encoded[item.name, bits].fallback]
-    path = dense_file(job, layer)
     with spent("writing"):
-        saved = save_pieces(path, tensors)
-    job.work.commit(dense_unit(layer), {path: saved}, {"bits": bits, "proxy_error": errors, "fallback": fallback})
+        save_dense(job, layer, {item.name: encoded[item.name, bits] for item in jobs})
     job.work.log("dense-time", unit=dense_unit(layer), seconds=spent.facts())
 
 
-def _weight(job: Job, rule: TensorRule) -> Tensor:
+def save_dense(job: Job, layer: int, encoded: Mapping[str, EncodedLinear], **more: object) -> None:
+    """Write a layer's dense linears and declare them done; `more` goes into the receipt."""
+    tensors: dict[str, Tensor] = {}
+    for name, linear in encoded.items():
+        tensors |= linear.tensors(name)
+    errors = {name: linear.proxy_error for name, linear in encoded.items()}
+    fallback = [name for name, linear in encoded.items() if linear.fallback]
+    path = dense_file(job, layer)
+    files = {path: save_pieces(path, tensors)} if tensors else {}
+    facts = {"bits": job.recipe.dense.bits, "proxy_error": errors, "fallback": fallback}
+    job.work.commit(dense_unit(layer), files, facts | more)
+
+
+def dense_weight(job: Job, rule: TensorRule) -> Tensor:
     """A linear's source weight as float32 (in, out), on the job's device."""
     return job.source.read(rule.source).to(job.device).to(torch.float32).T.contiguous()

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from keys35.calibration.compensation import corrected_downs
-from keys35.calibration.statistics import MoeRows, expert_hessians
+from keys35.calibration.correction import PairedInputs
+from keys35.calibration.statistics import MoeRows, expert_hessians, inner, row_weights
 from keys35.exl3.encode import LinearJob, encode_group
 from keys35.exl3.linear import EncodedLinear, decode_weight
 from keys35.glm.names import PROJECTIONS
@@ -40,13 +41,31 @@ class LayerRows:
         )
 
 
+@dataclass(frozen=True)
+class PrefixRows:
+    """What experts are encoded on behind a quantized prefix: tokens as that routes them, and the source's inputs there.
+
+    fit.x and source (T, d): inputs of the same tokens in both; half bool (T,): which of them check the others' fit.
+    """
+
+    fit: MoeRows
+    source: Tensor
+    half: Tensor
+    hessian: Tensor  # mean x x^T of the layer's MoE input over all tokens
+
+    def to(self, device: torch.device) -> "PrefixRows":
+        """The same rows on a device."""
+        return PrefixRows(self.fit.to(device), *(part.to(device) for part in (self.source, self.half, self.hessian)))
+
+
 def expert_names(layer: int, expert: int) -> list[str]:
     """Module names of an expert's gate, up and down."""
     return [f"model.layers.{layer}.mlp.experts.{expert}.{leaf}" for leaf in PROJECTIONS]
 
 
 def encode_weights(
-    job: Job, layer: int, weights: dict[int, Weights], widths: Sequence[float], rows: LayerRows, spent: Spans
+    job: Job, layer: int, weights: dict[int, Weights], widths: Sequence[float],
+    rows: LayerRows | PrefixRows, spent: Spans,
 ) -> tuple[dict[tuple[str, float], EncodedLinear], dict[int, tuple[int, float]]]:
     """Every linear of some experts at every width; by expert, the rows behind it and how far it leans on the layer's.
 
@@ -71,22 +90,43 @@ def encode_weights(
 
 def _corrected(
     job: Job, layer: int, expert: int, weights: Weights, encoded: dict[tuple[str, float], EncodedLinear],
-    widths: Sequence[float], rows: LayerRows,
+    widths: Sequence[float], rows: LayerRows | PrefixRows,
 ) -> dict[float, Tensor]:
     names = expert_names(layer, expert)[:2]
     parts = {width: [encoded[name, width] for name in names] for width in widths}
     lossy = {width: tuple(decode_weight(p.trellis, p.suh, p.svh) for p in pair) for width, pair in parts.items()}
+    if isinstance(rows, PrefixRows):
+        return {width: _paired(job, rows, expert, weights, pair).corrected(weights[2]) for width, pair in lossy.items()}
     return corrected_downs(rows.fit, expert, weights, lossy, job.recipe.calibration)
 
 
+def _paired(
+    job: Job, rows: PrefixRows, expert: int, weights: Weights, lossy: tuple[Tensor, Tensor] | None = None
+) -> PairedInputs:
+    """An expert's inputs in both prefixes; with gate and up as they were encoded, its down projection's."""
+    index, router = rows.fit.of(expert)
+    device, sums = weights[0].device, PairedInputs()
+    weight = row_weights(router.to(device), job.recipe.calibration)
+    if not weight.sum() > 0:
+        return sums
+    source, found = (x[index].to(device).float() for x in (rows.source, rows.fit.x))
+    if lossy:
+        source, found = inner(source, *weights[:2]), inner(found, *lossy)
+    root = (weight / weight.sum()).sqrt()[:, None]
+    sums.add(source * root, found * root, rows.half[index].to(device))
+    return sums
+
+
 def _encoder_input(
-    job: Job, layer: int, weights: dict[int, Weights], rows: LayerRows
+    job: Job, layer: int, weights: dict[int, Weights], rows: LayerRows | PrefixRows
 ) -> tuple[list[LinearJob], dict[str, Tensor], dict[int, tuple[int, float]]]:
     """Linears, their Hessians, and by expert the rows behind them and how far they lean on the layer's."""
     jobs: list[LinearJob] = []
     hessians: dict[str, Tensor] = {}
     facts = {}
     for expert, (gate, up, down) in weights.items():
+        if isinstance(rows, PrefixRows):
+            gate, up = _paired(job, rows, expert, weights[expert]).corrected(torch.cat([gate, up], 1)).chunk(2, 1)
         found = expert_hessians(rows.fit, rows.hessian, expert, gate, up, job.recipe.calibration)
         prefix = f"model.layers.{layer}.mlp.experts.{expert}"
         hessians |= {f"{prefix}.input": found.gate_up, f"{prefix}.inner": found.down}

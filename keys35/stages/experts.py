@@ -12,12 +12,13 @@ from keys35.exl3.linear import EncodedLinear, decode_weight
 from keys35.files.ahead import Ahead
 from keys35.files.atomic import Saved
 from keys35.glm.layer import gated_mlp
-from keys35.stages.expert_encoding import LayerRows, Weights, encode_weights, expert_names
+from keys35.stages.expert_encoding import LayerRows, PrefixRows, Weights, encode_weights, expert_names
 from keys35.stages.job import Job
 from keys35.stages.spans import Spans
 from keys35.stages.unit_files import UnitFiles
 from keys35.stages.units import ExpertUnit, sampled
 
+UNJUDGED = (None,) * 6
 Batch = tuple[int, tuple[int, ...]]  # a layer and some of its experts
 Reader = Ahead[dict[int, list[Tensor]]]
 
@@ -67,9 +68,28 @@ def encode_chosen(
     job.work.commit(unit.name, files, data | {"held": held})
 
 
+def encode_final(
+    job: Job, unit: ExpertUnit, chosen: Mapping[int, Sequence[int]], rows: PrefixRows, reader: Reader
+) -> None:
+    """Encode a group behind the quantized prefix, at the widths chosen (width -> experts); nothing is judged."""
+    spent, facts, files = Spans(job.device), {}, {}
+    for width, experts in chosen.items():
+        found, written = _encode_all(job, unit, experts, [width], [width], rows, spent, reader)
+        files |= written
+        facts |= {expert: (width, encoded) for expert, encoded in found.items()}
+    proxy = {str(width): [facts[e][1].proxy_error[0] if facts[e][0] == width else None for e in unit.experts]
+             for width in chosen}
+    in_order = [facts[expert][1] for expert in unit.experts]
+    data = {"experts": list(unit.experts), "held": {str(width): list(experts) for width, experts in chosen.items()},
+            "fit_rows": [e.fit_rows for e in in_order], "shrink": [e.shrink for e in in_order],
+            "proxy_error": proxy, "fallback": sorted(name for e in in_order for name in e.fallback)}
+    job.work.commit(unit.name, files, data)
+    job.work.log("experts-time", unit=unit.name, seconds=spent.facts())
+
+
 def _encode_all(
-    job: Job, unit: ExpertUnit, experts: Sequence[int], widths: Sequence[int], keep: Sequence[int], rows: LayerRows,
-    spent: Spans, reader: Reader, after: Batch | None = None,
+    job: Job, unit: ExpertUnit, experts: Sequence[int], widths: Sequence[int], keep: Sequence[int],
+    rows: LayerRows | PrefixRows, spent: Spans, reader: Reader, after: Batch | None = None,
 ) -> tuple[dict[int, "Encoded"], dict[Path, Saved]]:
     """Some of a group's experts at some widths, batch by batch; what is to be said of each, and the files of `keep`."""
     found: dict[int, Encoded] = {}
@@ -94,12 +114,12 @@ class Encoded:
 
     fit_rows: int
     shrink: float
-    selection_rows: int
+    selection_rows: int | None
     error: list[list[float]] | None
     error_se: list[list[float]] | None
     error_by_half: list[list[list[float]]] | None
-    energy: list[float]
-    energy_by_half: list[list[float]]
+    energy: list[float] | None
+    energy_by_half: list[list[float]] | None
     proxy_error: list[list[float]] | None
     fallback: list[str]
 
@@ -142,15 +162,16 @@ def _on_device(job: Job, parts: Sequence[Tensor]) -> Weights:
 
 
 def _encode_batch(
-    job: Job, layer: int, weights: dict[int, Weights], widths: Sequence[int], rows: LayerRows, files: UnitFiles,
-    spent: Spans,
+    job: Job, layer: int, weights: dict[int, Weights], widths: Sequence[int],
+    rows: LayerRows | PrefixRows, files: UnitFiles, spent: Spans,
 ) -> dict[int, Encoded]:
     encoded, facts = encode_weights(job, layer, weights, widths, rows, spent)
     for name in (name for expert in weights for name in expert_names(layer, expert)):
         for width in files.widths:
             files.give(name, encoded[name, width])
     with spent("judging"):
-        judged = {e: _judge(layer, e, parts, encoded, widths, rows) for e, parts in weights.items()}
+        judged = {e: _judge(layer, e, parts, encoded, widths, rows) if isinstance(rows, LayerRows) else UNJUDGED
+                  for e, parts in weights.items()}
     return {
         expert: Encoded(
             *facts[expert],

@@ -35,6 +35,14 @@ def rows_bytes(config: GlmConfig, recipe: Recipe) -> int:
     return tokens(recipe) * (config.hidden_size * _value(recipe) + config.num_experts_per_tok * (FLOAT + INDEX))
 
 
+def prefix_bytes(config: GlmConfig, recipe: Recipe) -> tuple[int, int]:
+    """States and rows of the fit windows with a quantized prefix: of two layers and of one, in both streams."""
+    fit = recipe.calibration.fit_windows * recipe.calibration.window
+    value, routing = config.hidden_size * _value(recipe), config.num_experts_per_tok * (FLOAT + INDEX)
+    rows = fit * (2 * value + routing + 1) + FLOAT * config.hidden_size**2
+    return 2 * 2 * fit * (value + recipe.calibration.window // 8), rows
+
+
 def hessian_bytes(rules: Iterable[TensorRule]) -> int:
     """One float32 matrix per distinct input of dense linears, which are captured whether or not they are encoded."""
     dense = [rule for rule in rules if rule.projection and rule.expert is None]
@@ -53,13 +61,19 @@ def work_parts(rules: Sequence[TensorRule], config: GlmConfig, recipe: Recipe, k
     candidates = encoded_bytes(rules, Role.EXPERT, widths)
     if keep == "errors":  # the middle width, which weighs layers, and at most every expert once more as it is chosen
         candidates = encoded_bytes(rules, Role.EXPERT, [widths[len(widths) // 2], recipe.experts.budget])
+    states, rows = 2 * states_bytes(config, recipe), 2 * rows_bytes(config, recipe)
+    if recipe.encoder.prefix == "quantized":
+        final = encoded_bytes(rules, Role.EXPERT, [recipe.experts.budget])  # beside what was measured
+        candidates += final if keep == "all" else 0
+        behind = prefix_bytes(config, recipe)
+        states, rows = max(states, behind[0]), max(rows, behind[1])
     return {
         "candidate encodings": candidates,
         "dense linears and MTP experts": encoded_bytes(rules, Role.DENSE, [recipe.dense.bits])
         + encoded_bytes(rules, Role.MTP_EXPERT, [recipe.mtp.bits]),
         "Hessians": hessian_bytes(rules),
-        "states of two layers": 2 * states_bytes(config, recipe),
-        "rows of two layers": 2 * rows_bytes(config, recipe) if layers else 0,
+        "states of two layers": states,
+        "rows of two layers": rows if layers else 0,
     }
 
 

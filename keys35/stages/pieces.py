@@ -14,7 +14,7 @@ from keys35.files.headers import ShardHeader, open_regular, read_header
 from keys35.files.shards import TensorSpec
 from keys35.glm.names import PROJECTIONS, Role, TensorRule, exl3_parts
 from keys35.stages.job import Job
-from keys35.stages.units import ExpertUnit, dense_file, dense_unit, expert_units, recorded_entry
+from keys35.stages.units import ExpertUnit, dense_file, dense_unit, final_units, recorded_entry
 
 UNITS_IN_MEMORY = 256
 
@@ -38,7 +38,7 @@ class Pieces:
         self.job, self.allocation = job, allocation
         moe = [layer for layer in job.config.layers if job.config.is_moe(layer)]
         self._experts: dict[tuple[int, int], ExpertUnit] = {
-            (layer, expert): unit for layer in moe for unit in expert_units(job, layer) for expert in unit.experts
+            (layer, expert): unit for layer in moe for unit in final_units(job, layer) for expert in unit.experts
         }
         self._receipt = lru_cache(UNITS_IN_MEMORY)(self._read_receipt)
         self._piece = lru_cache(UNITS_IN_MEMORY)(self._open)

@@ -100,8 +100,13 @@ def _copies(config: GlmConfig) -> int:
     return last + sum(last - layer for layer in config.moe_layers)
 
 
+def expert_passes(recipe: Recipe) -> int:
+    """How often a routed expert is encoded: at each candidate width, and behind a quantized prefix once more."""
+    return len(recipe.experts.widths) + (recipe.encoder.prefix == "quantized")
+
+
 def _passes(rules: Iterable[TensorRule], recipe: Recipe) -> Iterable[tuple[TensorRule, int]]:
-    widths = {Role.EXPERT: len(recipe.experts.widths), Role.MTP_EXPERT: 1, Role.DENSE: 1, Role.CARRIED: 0}
+    widths = {Role.EXPERT: expert_passes(recipe), Role.MTP_EXPERT: 1, Role.DENSE: 1, Role.CARRIED: 0}
     return ((rule, widths[rule.role]) for rule in rules if rule.quantized)
 
 

@@ -13,14 +13,18 @@ from keys35.stages.capture import calibration_windows, capture, forget_states, h
 from keys35.stages.experts import Shelf
 from keys35.stages.job import Job
 from keys35.stages.needs import encoded_bytes, rows_bytes, states_bytes
+from keys35.stages.quantize_in_order import quantize_in_order
 from keys35.stages.schedule import Step, carry_out
-from keys35.stages.units import ExpertUnit, dense_unit, expert_units, unit_rules
+from keys35.stages.units import ExpertUnit, by_width, dense_unit, expert_units, unit_rules
 from keys35.stages.workers import Workers, chosen_task, dense_task, experts_task, open_workers
 
 
 def quantize(job: Job, progress: Progress, workers: Workers | None = None) -> None:
     """Encode fixed-width linears and MTP experts, and any expert whose allocated width has no encoding yet."""
     passing = 2 * (states_bytes(job.config, job.recipe) + rows_bytes(job.config, job.recipe))
+    if job.recipe.encoder.prefix == "quantized":
+        quantize_in_order(job, progress, workers or Workers())
+        return
     with open_workers(job, workers or Workers(), Shelf(job)) as pool:
         carry_out(job, "quantize", list(_steps(job)), pool, progress,
                   lambda layer: rows_file(job, layer).unlink(missing_ok=True), passing)
@@ -71,9 +75,7 @@ def _task(job: Job, unit: ExpertUnit, allocation: dict[int, list[int]]) -> Task 
     receipt = job.work.receipt(unit.name)
     if job.config.is_mtp(unit.layer):
         return None if receipt else experts_task(unit, [job.recipe.mtp.bits], [job.recipe.mtp.bits])
-    chosen: dict[int, list[int]] = {}
-    for expert in unit.experts:
-        chosen.setdefault(allocation[unit.layer][expert], []).append(expert)
+    chosen = by_width(unit, allocation[unit.layer])
     if receipt is None:
         widths = sorted({*chosen, *job.recipe.experts.widths})
         return experts_task(unit, widths, widths if job.keep == "all" else sorted(chosen))

@@ -1,6 +1,6 @@
 """Hidden states of the calibration windows between two layers, kept on disk so that a killed run goes on."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,8 +54,12 @@ class States:
         at_once: int,
         observer: Observer | None = None,
         in_place: bool = False,
+        through: Callable[..., tuple[list[Tensor], list[Tensor | None]]] = decoder_layer,
     ) -> "States":
-        """All windows through one layer on a device, so many tokens at a time; in place these states are lost."""
+        """All windows through one layer on a device, so many tokens at a time; in place these states are lost.
+
+        through: the whole layer, or its first half.
+        """
         step = max(1, at_once // self.x.shape[1])
         after = self.x if in_place else torch.empty_like(self.x)
         chosen: list[Tensor | None] = []
@@ -64,12 +68,16 @@ class States:
             part = slice(first, first + step)
             windows = list(self.x[part].to(device).float())
             selections = [None if s is None else s.to(device) for s in self.chosen[part]]
-            new, selected = decoder_layer(config, layer, weights, windows, selections, observer=observer)
+            new, selected = through(config, layer, weights, windows, selections, observer=observer)
             for index, state in enumerate(new, first):
                 into_host(after[index], state)
             chosen += [None if s is None else s.cpu() for s in selected]
             finite = finite and _all_finite(new)
         return States(after, tuple(chosen), finite)
+
+    def part(self, windows: slice) -> "States":
+        """Some of the windows."""
+        return States(self.x[windows], self.chosen[windows])
 
     def tensors(self, prefix: str, keep_selection: bool) -> dict[str, Tensor]:
         """Named tensors for the work directory; selections as packed bits, and only if a next layer shares them."""

@@ -1,5 +1,6 @@
 """Units of work: their names, files and receipts. A unit is done or not; nothing in between survives a kill."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from keys35.stages.job import Job
 
 CALIBRATION = "measure/calibration"
 SENSITIVITY = "measure/sensitivity"
+MEASURED, FINAL = "experts", "final"  # experts as they were measured, and encoded anew behind a quantized prefix
 
 
 @dataclass(frozen=True)
@@ -21,15 +23,16 @@ class ExpertUnit:
 
     layer: int
     experts: range
+    folder: str = MEASURED
 
     @property
     def name(self) -> str:
         """The unit's receipt in the ledger."""
-        return f"experts/{layer_name(self.layer)}/{self.experts.start:04d}"
+        return f"{self.folder}/{layer_name(self.layer)}/{self.experts.start:04d}"
 
     def file(self, job: Job, width: int) -> Path:
         """Where the group's encodings at one width are kept."""
-        return job.work.path("experts", layer_name(self.layer), f"{self.experts.start:04d}-k{width}.safetensors")
+        return job.work.path(self.folder, layer_name(self.layer), f"{self.experts.start:04d}-k{width}.safetensors")
 
 
 def layer_name(layer: int) -> str:
@@ -40,6 +43,21 @@ def layer_name(layer: int) -> str:
 def expert_units(job: Job, layer: int) -> list[ExpertUnit]:
     """The units of one MoE layer, in order."""
     return [ExpertUnit(layer, group) for group in job.expert_groups()]
+
+
+def final_units(job: Job, layer: int) -> list[ExpertUnit]:
+    """The units that hold a MoE layer's experts as the checkpoint gets them."""
+    if job.recipe.encoder.prefix == "source":
+        return expert_units(job, layer)
+    return [ExpertUnit(layer, group, FINAL) for group in job.expert_groups()]
+
+
+def by_width(unit: ExpertUnit, widths: Sequence[int]) -> dict[int, list[int]]:
+    """A unit's experts by width, given the width of every expert of its layer."""
+    chosen: dict[int, list[int]] = {}
+    for expert in unit.experts:
+        chosen.setdefault(widths[expert], []).append(expert)
+    return chosen
 
 
 def sampled(job: Job, unit: ExpertUnit) -> list[int]:
@@ -65,6 +83,11 @@ def capture_unit(layer: int) -> str:
 def sensitivity_unit(part: int) -> str:
     """Receipt of a few windows' pass through every perturbed copy of the model."""
     return f"{SENSITIVITY}/part-{part:03d}"
+
+
+def prefix_unit(layer: int) -> str:
+    """Receipt of the states that a layer gives, as the source has it and as it is encoded."""
+    return f"quantize/prefix/{layer_name(layer)}"
 
 
 def dense_unit(layer: int) -> str:

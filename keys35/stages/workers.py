@@ -20,10 +20,12 @@ from keys35.files.atomic import write_as
 from keys35.files.ledger import BEGUN
 from keys35.stages.capture import calibration_windows, layer_rows
 from keys35.stages.dense import encode_dense
-from keys35.stages.experts import LayerRows, Shelf, encode_chosen, encode_experts
+from keys35.stages.expert_encoding import PrefixRows
+from keys35.stages.experts import LayerRows, Shelf, encode_chosen, encode_experts, encode_final
 from keys35.stages.job import Job, attach_job
+from keys35.stages.prefix import prefix_rows
 from keys35.stages.sensitivity import propagate_part
-from keys35.stages.units import ExpertUnit, dense_unit, expert_units, sensitivity_unit
+from keys35.stages.units import FINAL, MEASURED, ExpertUnit, dense_unit, expert_units, sensitivity_unit
 
 FACTORY = f"{__name__}:open_worker"
 
@@ -45,6 +47,11 @@ def experts_task(unit: ExpertUnit, widths: Sequence[int], keep: Sequence[int]) -
 def chosen_task(unit: ExpertUnit, chosen: Mapping[int, Sequence[int]]) -> Task:
     """Encode some of a group's experts again, at the width chosen for each (width -> experts)."""
     return Task(unit.name, _place(unit) | {"chosen": [[width, list(experts)] for width, experts in chosen.items()]})
+
+
+def final_task(unit: ExpertUnit, chosen: Mapping[int, Sequence[int]]) -> Task:
+    """Encode a group of experts behind the quantized prefix, at the width chosen for each (width -> experts)."""
+    return Task(unit.name, _place(unit) | {"final": [[width, list(experts)] for width, experts in chosen.items()]})
 
 
 def _place(unit: ExpertUnit) -> dict[str, int]:
@@ -80,6 +87,12 @@ def unit_worker(job: Job, shelf: Shelf | None = None) -> Callable[[Task], None]:
             held[layer] = layer_rows(job, layer, windows)
         return held[layer]
 
+    def behind_prefix(layer: int) -> PrefixRows:
+        if layer not in held:
+            held.clear()
+            held[layer] = prefix_rows(job, layer)
+        return held[layer]
+
     def encode(unit: ExpertUnit, widths: Sequence[int], keep: Sequence[int]) -> None:
         following = _following(job, unit) if alone else None
         if alone and job.reads_ahead:
@@ -94,6 +107,8 @@ def unit_worker(job: Job, shelf: Shelf | None = None) -> Callable[[Task], None]:
                 encode(_unit(job, layer, start), widths, keep)
             case {"layer": layer, "start": start, "chosen": chosen}:
                 encode_chosen(job, _unit(job, layer, start), dict(chosen), rows(layer), shelf.reader)
+            case {"layer": layer, "start": start, "final": chosen}:
+                encode_final(job, _unit(job, layer, start, FINAL), dict(chosen), behind_prefix(layer), shelf.reader)
             case {"layer": layer}:
                 encode_dense(job, layer)
             case {"part": part}:
@@ -122,8 +137,8 @@ def upcoming(job: Job, unit: ExpertUnit) -> list[str]:
     return after[max(0, len(after) * place // len(units)) : len(after) * (place + 1) // len(units)]
 
 
-def _unit(job: Job, layer: int, start: int) -> ExpertUnit:
-    return next(unit for unit in expert_units(job, layer) if unit.experts.start == start)
+def _unit(job: Job, layer: int, start: int, folder: str = MEASURED) -> ExpertUnit:
+    return ExpertUnit(layer, next(group for group in job.expert_groups() if group.start == start), folder)
 
 
 def open_worker(root: str) -> Callable[[Task], None]:

@@ -1,0 +1,62 @@
+"""Quantize behind the quantized prefix: layer after layer, everything at its final width, whatever was measured."""
+
+from collections.abc import Callable, Iterator
+
+from keys35.glm.names import Role
+from keys35.progress import Progress
+from keys35.stages.allocate import load_allocation
+from keys35.stages.capture import calibration_windows, rows_file
+from keys35.stages.experts import Shelf
+from keys35.stages.job import Job
+from keys35.stages.needs import encoded_bytes, prefix_bytes
+from keys35.stages.prefix import advance_streams, encode_behind_prefix, prefix_rows_file, prefix_states_file
+from keys35.stages.schedule import AHEAD, Step, carry_out
+from keys35.stages.units import by_width, dense_unit, final_units, prefix_unit, unit_rules
+from keys35.stages.workers import Workers, final_task, open_workers
+
+APART = AHEAD + 1  # places from layer to layer: one begins when the layer before is finished
+
+
+def quantize_in_order(job: Job, progress: Progress, workers: Workers) -> None:
+    """Encode every linear on what the linears encoded before it give; a layer's experts are shared out."""
+
+    def finished(place: int) -> None:
+        prefix_rows_file(job, place // APART).unlink(missing_ok=True)
+
+    shelf = Shelf(job)
+    with open_workers(job, workers, shelf) as pool:
+        carry_out(job, "quantize", list(_steps(job, shelf)), pool, progress, finished,
+                  sum(prefix_bytes(job.config, job.recipe)))
+    for layer in job.config.layers:
+        prefix_states_file(job, layer).unlink(missing_ok=True)
+    for layer in job.config.mtp_layers:
+        rows_file(job, layer).unlink(missing_ok=True)  # which the measurement left
+
+
+def _steps(job: Job, shelf: Shelf) -> Iterator[Step]:
+    """Layer by layer its dense linears, its experts' units, and the states that it gives the next one."""
+    allocation, windows = load_allocation(job), calibration_windows(job)["fit"]
+    widths = allocation | {layer: [job.recipe.mtp.bits] * job.experts for layer in job.config.mtp_layers}
+
+    def alone(act: Callable[..., None], layer: int) -> Callable[[], None]:
+        def do() -> None:
+            shelf.rows.clear()
+            act(job, layer, windows, allocation)
+        return do
+
+    for layer in job.config.layers:
+        place, units = APART * layer, final_units(job, layer) if job.config.is_moe(layer) else []
+        encoded = [job.work.receipt(unit.name) is not None for unit in units]
+        prepared = job.work.receipt(dense_unit(layer)) is not None
+        prepared = prepared and (all(encoded) or prefix_rows_file(job, layer).exists())
+        rules = [rule for rule in job.rules.values() if rule.layer == layer]
+        yield Step(f"layer {layer}: dense linears", place, prepared, alone(encode_behind_prefix, layer),
+                   encoded_bytes(rules, Role.DENSE, [job.recipe.dense.bits]), "dense")
+        for unit, kept in zip(units, encoded, strict=True):
+            yield Step(f"layer {layer}: experts {unit.experts.start}+", place, kept,
+                       final_task(unit, by_width(unit, widths[layer])),
+                       sum(encoded_bytes(unit_rules(job, unit), role, [max(widths[layer])])
+                           for role in (Role.EXPERT, Role.MTP_EXPERT)), "experts")
+        if layer + 1 in job.config.layers and not job.config.is_mtp(layer):
+            yield Step(f"layer {layer}: states onward", place + APART, job.work.receipt(prefix_unit(layer)) is not None,
+                       alone(advance_streams, layer))

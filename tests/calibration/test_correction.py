@@ -1,0 +1,74 @@
+"""Weights fitted to a quantized prefix, against augmented least squares in float64 and on rows they have not seen."""
+
+import pytest
+import torch
+
+from keys35.calibration.correction import RIDGES, PairedInputs
+
+IN, OUT, ROWS = 12, 5, 96
+
+
+def made(rows: int = ROWS, seed: int = 0, scale: float = 0.8, noise: float = 0.1):
+    """The source's inputs, and those of a prefix that has made them smaller and noisy."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, IN, generator=generator)
+    return x, scale * x + noise * torch.randn(rows, IN, generator=generator)
+
+
+def weight() -> torch.Tensor:
+    return torch.randn(IN, OUT, generator=torch.Generator().manual_seed(9))
+
+
+def sums(x: torch.Tensor, q: torch.Tensor) -> PairedInputs:
+    found = PairedInputs()
+    half = torch.arange(len(x)) % 2 == 0
+    for part in (slice(0, 40), slice(40, None)):
+        found.add(x[part], q[part], half[part])
+    return found
+
+
+def output_error(fitted: torch.Tensor) -> float:
+    x, q = made(rows=2000, seed=7)
+    return float((q @ fitted - x @ weight()).square().sum())
+
+
+def test_the_hessian_is_the_mean_over_both_halves() -> None:
+    x, q = made()
+    assert torch.allclose(sums(x, q).hessian(), q.T @ q / ROWS, atol=1e-5)
+
+
+def test_the_correction_lies_on_the_way_to_a_ridge_regression() -> None:
+    x, q = (part.double() for part in made())
+    step = sums(x.float(), q.float()).corrected(weight()).double() - weight().double()
+    directions = []
+    for share in RIDGES:
+        ridge = share * q.square().sum() / IN
+        tall = torch.cat([q, ridge.sqrt() * torch.eye(IN, dtype=torch.double)])
+        wanted = torch.cat([x @ weight().double(), ridge.sqrt() * weight().double()])
+        fit = torch.linalg.lstsq(tall, wanted).solution - weight().double()
+        directions.append(float(torch.cosine_similarity(step.flatten(), fit.flatten(), 0)))
+    assert max(directions) > 1 - 1e-6 and float(step.norm()) > 0
+
+
+def test_it_lowers_the_error_on_rows_it_has_not_seen() -> None:
+    assert output_error(sums(*made()).corrected(weight())) < 0.5 * output_error(weight())
+
+
+def test_without_an_error_of_the_prefix_the_weight_stays() -> None:
+    x, _ = made()
+    assert torch.equal(sums(x, x).corrected(weight()), weight())
+
+
+@pytest.mark.parametrize("rows", [0, 2])
+def test_hardly_any_rows_correct_nothing(rows: int) -> None:
+    x, q = made(rows)
+    found = PairedInputs()
+    if rows:
+        found.add(x, q, torch.arange(rows) % 2 == 0)
+    assert torch.equal(found.corrected(weight()), weight())
+
+
+def test_rows_that_are_not_finite_correct_nothing() -> None:
+    x, q = made()
+    q[3, 2] = float("inf")
+    assert torch.equal(sums(x, q).corrected(weight()), weight())

@@ -1,0 +1,141 @@
+"""The quantized prefix: layers in order, the same bytes for any workers and wherever it dies."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from small import digest
+from tiny import begun, tiny_recipe
+
+from keys35.errors import RecipeError
+from keys35.files.ledger import Workdir
+from keys35.glm.layer import mlp_inputs
+from keys35.progress import Progress, Tick
+from keys35.recipe import load_recipe
+from keys35.stages.allocate import allocate, load_allocation
+from keys35.stages.assemble import assemble
+from keys35.stages.candidates import MixStore
+from keys35.stages.capture import calibration_windows
+from keys35.stages.job import open_job
+from keys35.stages.measure import measure
+from keys35.stages.plan import plan
+from keys35.stages.prefix import QUANTIZED, SOURCE, _states_before
+from keys35.stages.quantize import quantize
+from keys35.stages.workers import Workers
+
+RECIPE = tiny_recipe(encoder={"prefix": "quantized"})
+
+
+@pytest.fixture(scope="module")
+def measured(tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A measured and allocated work directory, to be copied."""
+    work = tmp_path_factory.mktemp("prefix") / "work"
+    with open_job(tiny.source, RECIPE, work) as job:
+        measure(job, Progress())
+        allocate(job)
+    return work
+
+
+@pytest.fixture(scope="module")
+def whole(tiny, measured: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same quantized by one process and assembled: root/work, root/out."""
+    root = tmp_path_factory.mktemp("whole")
+    shutil.copytree(measured, root / "work")
+    make(tiny, root)
+    return root
+
+
+def make(tiny, root: Path, workers: Workers | None = None) -> None:
+    with open_job(tiny.source, RECIPE, root / "work") as job:
+        quantize(job, Progress(), workers or Workers(1))
+        assemble(job, root / "out", Progress())
+
+
+def test_measured_experts_stay_and_nothing_passing_does(tiny, measured: Path, whole: Path) -> None:
+    plain = {name: value for name, value in digest(tiny.work / "experts").items() if "layer-003" not in name}
+    assert digest(whole / "work/experts") == digest(measured / "experts") == plain, "all but the MTP layer's"
+    assert not list((whole / "work/prefix").iterdir()) and not list((whole / "work/rows").iterdir())
+    weights = {name for name in digest(whole / "out") if name.endswith("safetensors")}
+    mine, plain = digest(whole / "out"), digest(tiny.out)
+    assert weights and {name for name in weights if mine[name] == plain[name]} <= {
+        "model-00001-of-00006.safetensors", "model-00006-of-00006.safetensors"}, "embedding, norm and head are carried"
+
+
+def test_two_workers_make_the_same_bytes(tiny, measured: Path, whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(measured, tmp_path / "work")
+    make(tiny, tmp_path, Workers(2))
+    assert digest(tmp_path / "out") == digest(whole / "out")
+
+
+class Killed(BaseException):
+    """What a kill looks like from inside: nothing that follows is done."""
+
+
+def test_dying_anywhere_changes_nothing(
+    tiny, measured: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(measured, tmp_path / "work")
+    commit, moments = Workdir.commit, [
+        ("quantize/dense/layer-001", "before"), ("final/layer-001/0001", "behind"), ("final/layer-001/0003", "behind"),
+        ("quantize/prefix/layer-001", "before"), ("quantize/prefix/layer-001", "behind"),
+        ("quantize/dense/layer-002", "behind"), ("quantize/prefix/layer-002", "behind"),
+    ]
+
+    def dying(self: Workdir, unit: str, *rest: object) -> None:
+        if moments[:1] == [(unit, "before")]:
+            raise Killed
+        commit(self, unit, *rest)
+        if moments[:1] == [(unit, "behind")]:
+            raise Killed
+
+    monkeypatch.setattr(Workdir, "commit", dying)
+    while moments:
+        with pytest.raises(Killed):
+            make(tiny, tmp_path)
+        moments.pop(0)
+    make(tiny, tmp_path)
+    assert digest(tmp_path / "out") == digest(whole / "out")
+    units = [unit for unit in begun(tmp_path / "work") if unit.startswith("final/")]
+    assert len(units) == len(set(units)), "no expert is encoded again that was finished"
+
+
+def test_a_finished_job_is_kept_and_a_lost_file_made_again(tiny, whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole / "work", tmp_path / "work")
+    lost = sorted((tmp_path / "work/final/layer-002").iterdir())[0]
+    before = lost.read_bytes()
+    ticks: list[Tick] = []
+    with open_job(tiny.source, RECIPE, tmp_path / "work") as job:
+        quantize(job, Progress(show=ticks.append), Workers(1))
+        assert ticks[-1].kept == ticks[-1].total
+        lost.unlink()
+        quantize(job, Progress(), Workers(1))
+    assert lost.read_bytes() == before
+
+
+def test_each_layer_follows_the_source_more_closely_than_without(tiny, whole: Path, tmp_path: Path) -> None:
+    """Inputs of the second MoE layer's experts on selection windows, which nothing was fitted to."""
+    errors = {}
+    shutil.copytree(tiny.work, tmp_path / "work")
+    for name, work, recipe in (("source", tmp_path / "work", tiny_recipe()), ("quantized", whole / "work", RECIPE)):
+        with open_job(tiny.source, recipe, work) as job:
+            windows, allocation = calibration_windows(job)["selection"], load_allocation(job)
+            streams = _states_before(job, 2, windows, allocation)
+            exact, lossy = job.store.layer(2), MixStore(job, allocation, final=True).layer(2)
+            found = [torch.cat(mlp_inputs(job.config, 2, weights, list(streams[stream].x), [None] * len(windows))[0])
+                     for stream, weights in ((SOURCE, exact), (QUANTIZED, lossy))]
+            errors[name] = float((found[1] - found[0]).square().sum() / found[0].square().sum())
+    assert 0 < errors["quantized"] < errors["source"]
+
+
+def test_what_it_takes_is_planned(tiny) -> None:
+    plain, ordered = (plan(tiny.source, recipe, tp=1) for recipe in (tiny_recipe(), RECIPE))
+    assert ordered.weights_to_encode > plain.weights_to_encode
+    assert ordered.work_parts["candidate encodings"] > plain.work_parts["candidate encodings"]
+
+
+def test_it_cannot_go_without_compensation(tmp_path: Path) -> None:
+    path = tmp_path / "r.toml"
+    path.write_text("name = 'x'\n[encoder]\nprefix = 'quantized'\ncompensate = false\n")
+    with pytest.raises(RecipeError, match="compensate = false"):
+        load_recipe(path)
