@@ -1,7 +1,8 @@
 """Which widths, and on what ground: experts' own costs, or a random mix where held-out text does not bear them out.
 
 Costs measured on one half of the selection windows choose widths that the other half prices. Where that loses to a
-random mix in any domain, or the set was read without some of its domains, experts' own costs are not followed.
+random mix in any domain, or the set was read without some of its domains or with too little held-out text of one,
+experts' own costs are not followed.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,10 +23,12 @@ from keys35.allocation import (
     whole_model,
 )
 from keys35.calibration.text import load_text_set
+from keys35.calibration.windows import shares
 from keys35.stages.costs import Measured, read_measured
 from keys35.stages.job import Job
 
 EXPERTS, RANDOM = "experts", "random"
+LEAST_TOKENS = 8192  # held out, of a domain: at 2,048 halves agreed and the panel did not (reports/ablations)
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,8 @@ class Choice:
 
     basis: "experts" (each one's own costs) or "random". gains: by domain, what costs of one half of the text gain over
     a random mix on the other half, both ways averaged; empty where no mix can be named. correlation: Spearman's, of the
-    experts' costs from the two halves. missing: domains of the set that were not read. weights: the domains' in it.
+    experts' costs from the two halves. missing: domains of the set that were not read; scant: those with less than
+    `LEAST_TOKENS` of held-out text. weights: the domains' in it.
     """
 
     widths: list[np.ndarray]
@@ -42,12 +46,14 @@ class Choice:
     gains: dict[str, float]
     correlation: float
     missing: tuple[str, ...]
+    scant: tuple[str, ...]
     weights: np.ndarray
 
     def facts(self) -> dict[str, object]:
         """All but the widths, for allocation.json."""
         found = {key: value for key, value in asdict(self).items() if key not in ("widths", "weights")}
-        return found | {"missing": list(self.missing), "domain_weights": self.weights.tolist()}
+        named = {"missing": list(self.missing), "scant": list(self.scant)}
+        return found | named | {"domain_weights": self.weights.tolist()}
 
 
 def choose(job: Job, measured: Measured) -> Choice:
@@ -57,10 +63,17 @@ def choose(job: Job, measured: Measured) -> Choice:
     missing = tuple(d.name for d in load_text_set(job.recipe.calibration.set).domains if d.name not in named)
     correlation = rank_correlation(*(np.concatenate([c[:, 0] for c in half.costs()]) for half in halves))
     gains = _held_out_gain(job, halves)
-    loses = bool(gains) and (bool(missing) or min(gains.values()) < 0)
+    scant = _scant(job)
+    loses = bool(gains) and (bool(missing) or bool(scant) or min(gains.values()) < 0)
     basis = RANDOM if loses and job.recipe.experts.fallback else EXPERTS
     widths, weights = widths_on(job, measured, basis)
-    return Choice(widths, basis, gains, correlation, missing, weights)
+    return Choice(widths, basis, gains, correlation, missing, scant, weights)
+
+
+def _scant(job: Job) -> tuple[str, ...]:
+    calibration = job.recipe.calibration
+    windows = zip(job.text.domains, shares(job.text, calibration.selection_windows), strict=True)
+    return tuple(domain.name for domain, count in windows if count * calibration.window < LEAST_TOKENS)
 
 
 def widths_on(job: Job, measured: Measured, basis: str) -> tuple[list[np.ndarray], np.ndarray]:
@@ -96,6 +109,8 @@ def reason(choice: dict[str, object]) -> str | None:
     """What speaks against experts' own costs, and what to do; None where nothing does."""
     lost = [f"{name} ({gain:+.1%})" for name, gain in choice["gains"].items() if gain < 0]
     why = [f"the calibration text lacks its set's domains {', '.join(choice['missing'])}"] if choice["missing"] else []
+    why += [f"there are fewer than {LEAST_TOKENS:,} tokens of held-out text (calibration.selection_windows) in "
+            f"{', '.join(choice['scant'])}"] if choice["scant"] else []
     why += [f"costs from half of the held-out text do not beat a random mix on the other half in {', '.join(lost)}"
             ] if lost else []
     if not why and len(choice["gains"]) == 1:

@@ -75,11 +75,20 @@ def test_a_domain_that_was_not_read_is_named(chosen, monkeypatch):
     assert "lacks its set's domains code" in choice.reason(found.facts())
 
 
+def test_a_domain_with_little_held_out_text_is_named(chosen):
+    the_job = job()
+    calibration = the_job.recipe.calibration.model_copy(update={"selection_windows": 7})  # 4 and 3 of 2,048 tokens
+    the_job.recipe = the_job.recipe.model_copy(update={"calibration": calibration})
+    found = chosen(measured(RISING), measured(RISING), the_job)
+    assert found.basis == "random" and len(found.scant) == 1
+    assert f"(calibration.selection_windows) in {found.scant[0]}" in choice.reason(found.facts())
+
+
 def test_without_fallback_experts_costs_are_followed_with_a_warning(chosen):
     found = chosen(measured(RISING), measured(RISING[::-1]), job(fallback=False))
     assert found.basis == "experts" and "follow it all the same" in choice.reason(found.facts())
 
 
 def test_a_set_of_one_domain_is_followed_and_said_to_be_one():
-    facts = {"basis": "experts", "gains": {"law": 0.2}, "missing": []}
+    facts = {"basis": "experts", "gains": {"law": 0.2}, "missing": [], "scant": []}
     assert "one domain, 'law'" in choice.reason(facts)
