@@ -149,5 +149,5 @@ def test_impossible_combinations_are_refused(tmp_path):
     with pytest.raises(RecipeError, match="needs experts.scope"):
         load_recipe(path)
     path.write_text("name = 'x'\n[experts]\nbits = 'three'\n")
-    with pytest.raises(RecipeError, match="experts.bits: bits must be a number, or a fraction"):
+    with pytest.raises(RecipeError, match="experts.bits: bits must be a number, a fraction"):
         load_recipe(path)
