@@ -35,6 +35,7 @@ class Voice:
 
     def __init__(self, console: Console, errors: Console) -> None:
         self.console, self.errors, self.mode = console, errors, Mode.TEXT
+        self._refused = False
 
     def speak(self, mode: Mode) -> None:
         """Choose the mode, once, before a command runs."""
@@ -52,7 +53,8 @@ class Voice:
             show(self.console, value)
 
     def refuse(self, error: Keys35Error | OSError | str, code: int) -> None:
-        """The one message of a refusal, on stderr."""
+        """The one message of a refusal, on stderr; in JSON it is the last line, whatever threads still finish."""
+        self._refused = True
         if self.mode is Mode.JSON:
             self._event({"error": type(error).__name__, "message": str(error), "exit_code": code})
         else:
@@ -72,7 +74,8 @@ class Voice:
             sys.exit(INTERRUPTED)
 
     def _tick(self, tick: "Tick") -> None:
-        self._event({"progress": plain(tick)})
+        if not self._refused:
+            self._event({"progress": plain(tick)})
 
     def _event(self, event: Mapping[str, Any]) -> None:
         self.errors.file.write(json.dumps(event) + "\n")

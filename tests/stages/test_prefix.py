@@ -4,23 +4,18 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from small import digest
 from tiny import begun, tiny_recipe
 
 from keys35.errors import RecipeError
 from keys35.files.ledger import Workdir
-from keys35.glm.layer import mlp_inputs
 from keys35.progress import Progress, Tick
 from keys35.recipe import load_recipe
-from keys35.stages.allocate import allocate, load_allocation
+from keys35.stages.allocate import allocate
 from keys35.stages.assemble import assemble
-from keys35.stages.candidates import MixStore
-from keys35.stages.capture import calibration_windows
 from keys35.stages.job import open_job
 from keys35.stages.measure import measure
 from keys35.stages.plan import plan
-from keys35.stages.prefix import QUANTIZED, SOURCE, _states_before
 from keys35.stages.quantize import quantize
 from keys35.stages.workers import Workers
 
@@ -111,21 +106,6 @@ def test_a_finished_job_is_kept_and_a_lost_file_made_again(tiny, whole: Path, tm
         lost.unlink()
         quantize(job, Progress(), Workers(1))
     assert lost.read_bytes() == before
-
-
-def test_each_layer_follows_the_source_more_closely_than_without(tiny, whole: Path, tmp_path: Path) -> None:
-    """Inputs of the second MoE layer's experts on selection windows, which nothing was fitted to."""
-    errors = {}
-    shutil.copytree(tiny.work, tmp_path / "work")
-    for name, work, recipe in (("source", tmp_path / "work", tiny_recipe()), ("quantized", whole / "work", RECIPE)):
-        with open_job(tiny.source, recipe, work) as job:
-            windows, allocation = calibration_windows(job)["selection"], load_allocation(job)
-            streams = _states_before(job, 2, windows, allocation)
-            exact, lossy = job.store.layer(2), MixStore(job, allocation, final=True).layer(2)
-            found = [torch.cat(mlp_inputs(job.config, 2, weights, list(streams[stream].x), [None] * len(windows))[0])
-                     for stream, weights in ((SOURCE, exact), (QUANTIZED, lossy))]
-            errors[name] = float((found[1] - found[0]).square().sum() / found[0].square().sum())
-    assert 0 < errors["quantized"] < errors["source"]
 
 
 def test_what_it_takes_is_planned(tiny) -> None:
