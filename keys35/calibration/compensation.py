@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor
 
-from keys35.calibration.solve import solve
+from keys35.calibration.solve import ridge_fit, ridged, solve
 from keys35.calibration.statistics import MoeRows, inner, row_weights
 from keys35.recipe import Calibration
 
@@ -68,9 +68,7 @@ def _corrected(found: Tensor, wanted: Tensor, down: Tensor) -> Tensor:
     ridge = _best_ridge(grams, matches, down)
     if ridge is None:
         return down
-    lower, failed = torch.linalg.cholesky_ex(_ridged(grams.sum(0), ridge))
-    change = torch.cholesky_solve(matches.sum(0), lower)
-    return torch.where((failed == 0) & torch.isfinite(change).all(), torch.addmm(down, change, down), down)
+    return torch.addmm(down, ridge_fit(grams.sum(0), matches.sum(0), ridge), down)
 
 
 def _sums_by_half(found: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,13 +86,7 @@ def _best_ridge(grams: Tensor, matches: Tensor, down: Tensor) -> float | None:
     """
     right = matches @ down[:, :: max(1, down.shape[1] // PROBES)]
     with _whole_products():
-        fits = solve(torch.stack([_ridged(grams, ridge) for ridge in RIDGES]), right.expand(len(RIDGES), *right.shape))
+        fits = solve(torch.stack([ridged(grams, ridge) for ridge in RIDGES]), right.expand(len(RIDGES), *right.shape))
     gains = (fits * (2 * right.flip(0) - grams.flip(0) @ fits)).sum((1, 2, 3), dtype=torch.float64)
     gain, best = gains.nan_to_num(nan=-torch.inf).max(0)
     return RIDGES[int(best)] if float(gain) > 0 else None
-
-
-def _ridged(grams: Tensor, ridge: float) -> Tensor:
-    """(.., f, f) with a share of its mean diagonal added to the diagonal."""
-    mean = grams.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
-    return grams + ridge * mean * torch.eye(grams.shape[-1], device=grams.device)

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from keys35.calibration.solve import ridge_fit
+
 RIDGES = (0.03, 0.1, 0.3, 1.0, 3.0)  # shares of the mean diagonal that hold a fit near the source's weights
 LEAST_ROWS = 0.25  # per feature: with fewer there is nothing to fit
 
@@ -46,23 +48,15 @@ class PairedInputs:
         gain, share, ridge = best
         if not gain > 0:
             return weight
-        return weight + share * _fit(a + b, matches[0] + matches[1], ridge)
+        return weight + share * ridge_fit(a + b, matches[0] + matches[1], ridge)
 
     @staticmethod
     def _judged(ridge: float, grams: tuple[Tensor, Tensor], matches: list[Tensor]) -> tuple[float, float, float]:
         """By how much a ridge's fits lower the squared error on the other halves, at the best share; that and it."""
         linear, square = 0.0, 0.0
         for mine, other in ((0, 1), (1, 0)):
-            fit = _fit(grams[mine], matches[mine], ridge)
+            fit = ridge_fit(grams[mine], matches[mine], ridge)
             linear += float((fit * matches[other]).sum(dtype=torch.float64))
             square += float((fit * (grams[other] @ fit)).sum(dtype=torch.float64))
         share = min(1.0, linear / square) if square > 0 else 0.0
         return share * (2 * linear - share * square), share, ridge
-
-
-def _fit(gram: Tensor, match: Tensor, ridge: float) -> Tensor:
-    """(gram + ridge)^-1 match; zeros where that has no finite solution."""
-    steady = gram + ridge * gram.diagonal().mean() * torch.eye(len(gram), device=gram.device)
-    lower, failed = torch.linalg.cholesky_ex(steady)
-    fit = torch.cholesky_solve(match, lower)
-    return torch.where((failed == 0) & torch.isfinite(fit).all(), fit, torch.zeros_like(fit))

@@ -1,9 +1,22 @@
-"""Many systems of equations at once."""
+"""Systems of equations with a ridge: one, or many at once."""
 
 import torch
 from torch import Tensor
 
 BLOCK = 256
+
+
+def ridged(grams: Tensor, ridge: float) -> Tensor:
+    """(.., n, n) with a share of its mean diagonal added to the diagonal."""
+    mean = grams.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    return grams + ridge * mean * torch.eye(grams.shape[-1], device=grams.device)
+
+
+def ridge_fit(gram: Tensor, match: Tensor, ridge: float) -> Tensor:
+    """(gram + ridge)^-1 match, (n, n) and (n, m); zeros where that has no finite solution."""
+    lower, failed = torch.linalg.cholesky_ex(ridged(gram, ridge))
+    fit = torch.cholesky_solve(match, lower)
+    return torch.where((failed == 0) & torch.isfinite(fit).all(), fit, torch.zeros_like(fit))
 
 
 def solve(systems: Tensor, right: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from keys35.stages.budget import Trade, trades, within_size
 from keys35.stages.job import Keep, read_source
 from keys35.stages.needs import device_bytes, host_bytes, work_parts
 from keys35.stages.profile import ProfileCost, mixed_units, profile_costs, profile_rules
-from keys35.stages.projection import Projection, expert_passes, projected
+from keys35.stages.projection import Projection, encoder_passes, projected
 from keys35.stages.sizes import ClassSize, class_sizes
 from keys35.stages.validate import held_out_panel
 
@@ -163,8 +163,7 @@ def _check_shapes(rules: list[TensorRule], config: GlmConfig, recipe: Recipe, tp
 
 
 def _weights_to_encode(rules: list[TensorRule], recipe: Recipe) -> int:
-    passes = {Role.EXPERT: expert_passes(recipe), Role.MTP_EXPERT: 1, Role.DENSE: 1, Role.CARRIED: 0}
-    return sum(r.padded[0] * r.padded[1] * passes[r.role] for r in rules if r.quantized)
+    return sum(rule.padded[0] * rule.padded[1] * times for rule, times in encoder_passes(rules, recipe))
 
 
 def measured_rate() -> MeasuredRate | None:

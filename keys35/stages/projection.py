@@ -73,7 +73,7 @@ def project(
 ) -> Projection:
     """From a measured layer, as reports/benchmarks/real-layer-h200.json has it, to a model and its recipe."""
     rules = list(census(config).values())
-    work = sum(_padded(rule) * passes for rule, passes in _passes(rules, recipe))
+    work = sum(_padded(rule) * passes for rule, passes in encoder_passes(rules, recipe))
     a_weight = 1e-6 / measured["encode_mws_a_width"]
     choice, tokens = recipe.calibration, measured["tokens"]
     more = {
@@ -100,13 +100,10 @@ def _copies(config: GlmConfig) -> int:
     return last + sum(last - layer for layer in config.moe_layers)
 
 
-def expert_passes(recipe: Recipe) -> int:
-    """How often a routed expert is encoded: at each candidate width, and behind a quantized prefix once more."""
-    return len(recipe.experts.widths) + (recipe.encoder.prefix == "quantized")
-
-
-def _passes(rules: Iterable[TensorRule], recipe: Recipe) -> Iterable[tuple[TensorRule, int]]:
-    widths = {Role.EXPERT: expert_passes(recipe), Role.MTP_EXPERT: 1, Role.DENSE: 1, Role.CARRIED: 0}
+def encoder_passes(rules: Iterable[TensorRule], recipe: Recipe) -> Iterable[tuple[TensorRule, int]]:
+    """Linears and how often each is encoded: an expert at each candidate width, and behind a quantized prefix again."""
+    experts = len(recipe.experts.widths) + (recipe.encoder.prefix == "quantized")
+    widths = {Role.EXPERT: experts, Role.MTP_EXPERT: 1, Role.DENSE: 1, Role.CARRIED: 0}
     return ((rule, widths[rule.role]) for rule in rules if rule.quantized)
 
 

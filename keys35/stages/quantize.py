@@ -21,10 +21,10 @@ from keys35.stages.workers import Workers, chosen_task, dense_task, experts_task
 
 def quantize(job: Job, progress: Progress, workers: Workers | None = None) -> None:
     """Encode fixed-width linears and MTP experts, and any expert whose allocated width has no encoding yet."""
-    passing = 2 * (states_bytes(job.config, job.recipe) + rows_bytes(job.config, job.recipe))
     if job.recipe.encoder.prefix == "quantized":
         quantize_in_order(job, progress, workers or Workers())
         return
+    passing = 2 * (states_bytes(job.config, job.recipe) + rows_bytes(job.config, job.recipe))
     with open_workers(job, workers or Workers(), Shelf(job)) as pool:
         carry_out(job, "quantize", list(_steps(job)), pool, progress,
                   lambda layer: rows_file(job, layer).unlink(missing_ok=True), passing)
