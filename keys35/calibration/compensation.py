@@ -1,13 +1,15 @@
 """What a down projection should be once gate and up are quantized: it takes back what it can of their errors."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from keys35.calibration.solve import ridge_fit, ridged, solve
 from keys35.calibration.statistics import MoeRows, inner, row_weights
+from keys35.precision import short_products, whole_products
+from keys35.queues import side_by_side
 from keys35.recipe import Calibration
 
 ROWS_PER_FEATURE = 8  # rows of an expert that are enough for its fit
@@ -37,38 +39,39 @@ def corrected_downs(
         return dict.fromkeys(lossy, down)
     x = rows.x[index].to(down.device).float()
     root = (weight / weight.sum()).sqrt()[:, None]
-    with _short_products(x.device):
+    with short_products(x.device):
         wanted = inner(x, gate, up) * root
-        return {width: _corrected(inner(x, *parts) * root, wanted, down) for width, parts in lossy.items()}
+        # Each width's systems alone: what it gets does not depend on which others are asked for, to the last bit.
+        fits, downs = {}, {}
+        with side_by_side(x.device, len(lossy)) as queues:
+            for (width, parts), queue in zip(lossy.items(), queues, strict=True):
+                with queue:
+                    fits[width] = _Fit.of(inner(x, *parts) * root, wanted, down)
+            for (width, fit), queue in zip(fits.items(), queues, strict=True):
+                with queue:
+                    downs[width] = fit.corrected(down)
+        return downs
 
 
-@contextmanager
-def _products(mantissa: str) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(mantissa)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+@dataclass(frozen=True)
+class _Fit:
+    """q^T q and q^T (h - q) over each half of the rows, (2, f, f) both, and what each of RIDGES gains."""
 
+    grams: Tensor
+    matches: Tensor
+    gains: Tensor
 
-def _short_products(device: torch.device) -> AbstractContextManager[None]:
-    """Matrix products of a GPU at ten bits of mantissa: the errors that are fitted here are larger by far."""
-    return _products("high" if device.type == "cuda" else "highest")
+    @classmethod
+    def of(cls, found: Tensor, wanted: Tensor, down: Tensor) -> "_Fit":
+        grams, matches = _sums_by_half(found, wanted)
+        return cls(grams, matches, _gains(grams, matches, down))
 
-
-def _whole_products() -> AbstractContextManager[None]:
-    """Factorisations are not for short ones: a small ridge could get lost."""
-    return _products("highest")
-
-
-def _corrected(found: Tensor, wanted: Tensor, down: Tensor) -> Tensor:
-    """One width at a time: what it gets does not depend on which others are asked for, to the last bit."""
-    grams, matches = _sums_by_half(found, wanted)
-    ridge = _best_ridge(grams, matches, down)
-    if ridge is None:
-        return down
-    return torch.addmm(down, ridge_fit(grams.sum(0), matches.sum(0), ridge), down)
+    def corrected(self, down: Tensor) -> Tensor:
+        """The fit to all rows with the best ridge; `down` itself where none does good. Waits for the gains."""
+        ridge, gain = max(zip(RIDGES, self.gains.tolist(), strict=True), key=lambda pair: pair[1])
+        if not gain > 0:
+            return down
+        return torch.addmm(down, ridge_fit(self.grams.sum(0), self.matches.sum(0), ridge), down)
 
 
 def _sums_by_half(found: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,14 +82,13 @@ def _sums_by_half(found: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack([q.T @ q for q, _ in halves]), torch.stack([q.T @ missing for q, missing in halves])
 
 
-def _best_ridge(grams: Tensor, matches: Tensor, down: Tensor) -> float | None:
-    """The ridge whose fit to one half of the (2, f, f) sums does most good on the other, both ways; None if none does.
+def _gains(grams: Tensor, matches: Tensor, down: Tensor) -> Tensor:
+    """How much good each ridge's fit to one half of the (2, f, f) sums does on the other, both ways, float64 (ridges,).
 
     Some of the outputs stand for all.
     """
     right = matches @ down[:, :: max(1, down.shape[1] // PROBES)]
-    with _whole_products():
+    with whole_products():
         fits = solve(torch.stack([ridged(grams, ridge) for ridge in RIDGES]), right.expand(len(RIDGES), *right.shape))
     gains = (fits * (2 * right.flip(0) - grams.flip(0) @ fits)).sum((1, 2, 3), dtype=torch.float64)
-    gain, best = gains.nan_to_num(nan=-torch.inf).max(0)
-    return RIDGES[int(best)] if float(gain) > 0 else None
+    return gains.nan_to_num(nan=-torch.inf)

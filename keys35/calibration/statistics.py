@@ -9,6 +9,7 @@ from torch import Tensor
 
 from keys35.glm.block import Observer
 from keys35.host import into_host
+from keys35.precision import whole_products
 from keys35.recipe import Calibration
 
 SHARED_INPUT = "mlp.shared_experts.gate_proj"  # sees every token, as the routed experts' common input does
@@ -78,7 +79,7 @@ class Capture(Observer):
             return
         names = [module.split(".", 3)[3] for module in modules]
         key = names[0]
-        with self._timed("Hessians"):
+        with self._timed("Hessians"), whole_products():
             rows = rows.float()
             if key not in self._sums:
                 self._sums[key] = rows.new_zeros(rows.shape[1], rows.shape[1])

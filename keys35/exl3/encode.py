@@ -9,13 +9,13 @@ import hashlib
 import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ..errors import EncodeError
+from ..precision import whole_products
 from .hadamard import BLOCK
 from .hessian import HessianFactor, factor_hessian, usable_hessian
 from .ldlq import ldlq
@@ -90,7 +90,7 @@ def encode_group(
     prepare(options.backend, frozenset(widths))
     device = backend_device(options.backend)
     results = {}
-    with torch.inference_mode(), _full_float32():
+    with torch.inference_mode(), whole_products():
         for stack in _stacks(jobs, options.stack_elements):
             homes = [job.weight.device for job in stack]
             stack = [replace(job, weight=job.weight.to(device)) for job in stack]
@@ -106,17 +106,6 @@ def sign_vector(seed: int, name: str, size: int, device: torch.device) -> Tensor
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
     return (torch.randint(0, 2, (size,), generator=generator) * 2.0 - 1.0).to(device)
-
-
-@contextmanager
-def _full_float32() -> Iterator[None]:
-    """Keep TF32 and its like out of matrix products."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def _check_shapes(job: LinearJob, hessians: Mapping[str, Tensor]) -> None:

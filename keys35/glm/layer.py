@@ -13,6 +13,7 @@ from torch import Tensor
 from keys35.glm.attention import QUERY_ROWS, LayerCache, attention
 from keys35.glm.block import Block, LayerWeights, Observer, sum_shares, wide
 from keys35.glm.config import GlmConfig
+from keys35.precision import whole_products
 
 Linear = Callable[[Tensor], Tensor]
 
@@ -116,7 +117,8 @@ def route(config: GlmConfig, weights: LayerWeights, rows: Tensor) -> tuple[Tenso
     The correction bias decides who is chosen and never touches the weights; all of it is float32, because in
     BF16 the bias collapses to a handful of values.
     """
-    scores = F.linear(wide(rows), weights.tensor("mlp.gate.weight").to(wide(rows).dtype)).sigmoid()
+    with whole_products():
+        scores = F.linear(wide(rows), weights.tensor("mlp.gate.weight").to(wide(rows).dtype)).sigmoid()
     bias = weights.tensor("mlp.gate.e_score_correction_bias").float()
     ids = (scores + bias).topk(config.num_experts_per_tok, dim=-1).indices
     chosen = scores.gather(1, ids)

@@ -25,7 +25,7 @@ from keys35.stages.states import States, read_states, save_states
 from keys35.stages.units import CALIBRATION, capture_unit, expert_units, layer_name, load_recorded, recorded_sha256
 
 SPLITS = ("fit", "selection")
-READERS = 4
+READERS = 8
 
 
 def calibration_windows(job: Job) -> dict[str, Windows]:

@@ -5,20 +5,17 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from keys35.exl3.linear import EncodedLinear, decode_weight
 from keys35.files.ahead import Ahead
 from keys35.files.atomic import Saved
-from keys35.glm.layer import gated_mlp
 from keys35.stages.expert_encoding import LayerRows, PrefixRows, Weights, encode_weights, expert_names
 from keys35.stages.job import Job
+from keys35.stages.judging import Judged, judge
 from keys35.stages.spans import Spans
 from keys35.stages.unit_files import UnitFiles
 from keys35.stages.units import ExpertUnit, sampled
 
-UNJUDGED = (None,) * 6
 Batch = tuple[int, tuple[int, ...]]  # a layer and some of its experts
 Reader = Ahead[dict[int, list[Tensor]]]
 
@@ -29,10 +26,8 @@ def encode_experts(
 ) -> None:
     """Encode a group at each width and commit what it costs; save one file for each width of `keep`.
 
-    error[e][width][domain] is the mean over the domain's selection tokens of g^2 |f(x) - f_K(x)|^2 (zero for
-    tokens routed elsewhere); error_se its standard error over rows; error_by_half[e][half][width][domain] the same mean
-    over half of the windows; energy[e][domain] that of g^2 |f(x)|^2. What a predicted measurement does not encode has
-    an energy only.
+    The receipt has what `judging.Judged` says, a list of experts for each; what a predicted measurement does not encode
+    has an energy only.
     A GPU takes a batch of the group at a time: the next one's weights are read, and the last one's encodings written,
     while it works; behind the last batch the first one of the `following` unit is read.
     """
@@ -108,18 +103,14 @@ def _encode_all(
 
 @dataclass(frozen=True)
 class Encoded:
-    """What a receipt says of one expert; errors are (widths, domains), by half (2, widths, domains), energy
-    (domains,), proxy errors (widths, projections). None: it was not encoded.
+    """What a receipt says of one expert; proxy errors are (widths, projections), None if it was not encoded.
+
+    judged: None if its rows are not to be looked at.
     """
 
     fit_rows: int
     shrink: float
-    selection_rows: int | None
-    error: list[list[float]] | None
-    error_se: list[list[float]] | None
-    error_by_half: list[list[list[float]]] | None
-    energy: list[float] | None
-    energy_by_half: list[list[float]] | None
+    judged: Judged | None
     proxy_error: list[list[float]] | None
     fallback: list[str]
 
@@ -170,12 +161,11 @@ def _encode_batch(
         for width in files.widths:
             files.give(name, encoded[name, width])
     with spent("judging"):
-        judged = {e: _judge(layer, e, parts, encoded, widths, rows) if isinstance(rows, LayerRows) else UNJUDGED
-                  for e, parts in weights.items()}
+        judged = judge(layer, weights, encoded, widths, rows) if isinstance(rows, LayerRows) else {}
     return {
         expert: Encoded(
             *facts[expert],
-            *judged[expert],
+            judged.get(expert),
             [[encoded[name, width].proxy_error for name in expert_names(layer, expert)] for width in widths],
             [name for name in expert_names(layer, expert) if encoded[name, widths[0]].fallback],
         )
@@ -189,12 +179,12 @@ def _receipt(unit: ExpertUnit, widths: Sequence[int], experts: Sequence[Encoded]
         "widths": list(widths),
         "fit_rows": [e.fit_rows for e in experts],
         "shrink": [e.shrink for e in experts],
-        "selection_rows": [e.selection_rows for e in experts],
-        "error": [e.error for e in experts],
-        "error_se": [e.error_se for e in experts],
-        "error_by_half": [e.error_by_half for e in experts],
-        "energy": [e.energy for e in experts],
-        "energy_by_half": [e.energy_by_half for e in experts],
+        "selection_rows": [e.judged.rows for e in experts],
+        "error": [e.proxy_error and e.judged.error for e in experts],
+        "error_se": [e.proxy_error and e.judged.error_se for e in experts],
+        "error_by_half": [e.proxy_error and e.judged.error_by_half for e in experts],
+        "energy": [e.judged.energy for e in experts],
+        "energy_by_half": [e.judged.energy_by_half for e in experts],
         "proxy_error": {str(width): [e.proxy_error and e.proxy_error[i] for e in experts]
                         for i, width in enumerate(widths)},
         "fallback": sorted(name for e in experts for name in e.fallback),
@@ -204,45 +194,5 @@ def _receipt(unit: ExpertUnit, widths: Sequence[int], experts: Sequence[Encoded]
 def _look(job: Job, layer: int, expert: int, rows: LayerRows) -> Encoded:
     """What can be said of an expert without encoding it."""
     stored = _read_batch(job, job.device.type == "cuda", (layer, (expert,)))[expert]
-    judged = _judge(layer, expert, _on_device(job, stored), {}, [], rows)
-    return Encoded(len(rows.fit.of(expert)[0]), 0.0, judged[0], None, None, None, *judged[4:], None, [])
-
-
-def _judge(
-    layer: int,
-    expert: int,
-    weights: Weights,
-    encoded: dict[tuple[str, float], EncodedLinear],
-    widths: Sequence[int],
-    rows: LayerRows,
-) -> tuple[int, list[list[float]], list[list[float]], list[list[list[float]]], list[float], list[list[float]]]:
-    """Rows, errors, standard errors, errors by half, output energy and that by half, of one expert's selection rows."""
-    index, router = rows.selection.of(expert)
-    x, where = rows.selection.x[index].to(weights[0].device).float(), index.cpu()
-    counts = router.to(x.device).double().square()
-    of_row, sizes = (rows.domain + rows.domains * rows.half.to(rows.domain.device)).cpu(), (2, rows.domains)
-    exact = apply_expert(x, weights)
-    squares = [counts * exact.double().square().sum(dim=1)]
-    for width in widths:
-        parts = [encoded[name, width] for name in expert_names(layer, expert)]
-        delta = apply_expert(x, tuple(decode_weight(p.trellis, p.suh, p.svh) for p in parts)) - exact
-        squares.append(counts * delta.double().square().sum(dim=1))
-
-    def sums(per_row: Tensor) -> Tensor:  # on the host: a GPU's weighted bincount adds in any order
-        return torch.bincount(of_row[where], per_row, rows.domains * 2).view(sizes)
-
-    tokens = torch.bincount(of_row, minlength=rows.domains * 2).double().view(sizes)
-    energy, *lost = torch.stack(squares).cpu()  # one wait for the GPU
-    errors = [(sums(per_row).sum(0) / tokens.sum(0)).tolist() for per_row in lost]
-    spreads = [(sums(per_row.square()).sum(0).sqrt() / tokens.sum(0)).tolist() for per_row in lost]
-    halves = [sums(per_row) / tokens.clamp(min=1) for per_row in lost]
-    power = sums(energy)
-    by_half = torch.stack(halves, 1).tolist() if halves else []
-    energies = (power.sum(0) / tokens.sum(0)).tolist(), (power / tokens.clamp(min=1)).tolist()
-    return len(index), errors, spreads, by_half, *energies
-
-
-def apply_expert(x: Tensor, weights: Weights) -> Tensor:
-    """down(silu(gate x) * up x) with weights (in, out)."""
-    gate, up, down = weights
-    return gated_mlp(x, lambda v: v @ gate, lambda v: v @ up, lambda v: v @ down)
+    judged = judge(layer, {expert: _on_device(job, stored)}, {}, [], rows)[expert]
+    return Encoded(len(rows.fit.of(expert)[0]), 0.0, judged, None, [])

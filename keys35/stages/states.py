@@ -15,6 +15,7 @@ from keys35.glm.layer import decoder_layer
 from keys35.glm.names import EMBEDDING
 from keys35.glm.weights import WeightStore
 from keys35.host import into_host
+from keys35.precision import short_products
 
 WINDOWS_AT_ONCE_TOKENS = 8192
 
@@ -68,7 +69,8 @@ class States:
             part = slice(first, first + step)
             windows = list(self.x[part].to(device).float())
             selections = [None if s is None else s.to(device) for s in self.chosen[part]]
-            new, selected = through(config, layer, weights, windows, selections, observer=observer)
+            with short_products(device):
+                new, selected = through(config, layer, weights, windows, selections, observer=observer)
             for index, state in enumerate(new, first):
                 into_host(after[index], state)
             chosen += [None if s is None else s.cpu() for s in selected]

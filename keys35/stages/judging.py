@@ -1,0 +1,87 @@
+"""What encoded experts cost: their squared error at the layer's output, on rows that nothing was fitted to."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from keys35.exl3.linear import EncodedLinear, decode_weight
+from keys35.glm.layer import gated_mlp
+from keys35.stages.expert_encoding import LayerRows, Weights, expert_names
+
+Encodings = Mapping[tuple[str, float], EncodedLinear]  # by module and width
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One expert's selection rows and what it costs, means over all of a domain's tokens (zero where it is not chosen).
+
+    error and error_se (widths, domains): g^2 |f(x) - f_K(x)|^2 and its standard error over rows; error_by_half
+    (2, widths, domains) over half of the windows each. energy (domains,), energy_by_half (2, domains): g^2 |f(x)|^2.
+    """
+
+    rows: int
+    error: list[list[float]]
+    error_se: list[list[float]]
+    error_by_half: list[list[list[float]]]
+    energy: list[float]
+    energy_by_half: list[list[float]]
+
+
+def judge(
+    layer: int, weights: Mapping[int, Weights], encoded: Encodings, widths: Sequence[float], rows: LayerRows
+) -> dict[int, Judged]:
+    """What each expert costs at each width; no widths: what can be said without an encoding.
+
+    All are asked of the device before any answer is waited for.
+    """
+    routed = {expert: rows.selection.of(expert) for expert in weights}
+    counts = [len(index) for index, _ in routed.values()]
+    squares = [_squares(layer, e, weights[e], encoded, widths, rows, *routed[e]) for e in weights]
+    answers = torch.cat(squares, 1).cpu().split(counts, 1)
+    places = torch.cat([index for index, _ in routed.values()]).cpu().split(counts)
+    group = rows.domain.cpu() + rows.domains * rows.half.cpu()
+    return {e: _judged(group, rows.domains, *found) for e, *found in zip(weights, places, answers, strict=True)}
+
+
+def _squares(
+    layer: int, expert: int, weights: Weights, encoded: Encodings, widths: Sequence[float], rows: LayerRows,
+    index: Tensor, router: Tensor,
+) -> Tensor:
+    """Of each of an expert's rows the energy, then the error at each width, float64 (1 + widths, n)."""
+    x = rows.selection.x[index].to(weights[0].device).float()
+    counts = router.to(x.device).double().square()
+    exact = apply_expert(x, weights)
+    squares = [counts * exact.double().square().sum(dim=1)]
+    for width in widths:
+        parts = [encoded[name, width] for name in expert_names(layer, expert)]
+        delta = apply_expert(x, tuple(decode_weight(p.trellis, p.suh, p.svh) for p in parts)) - exact
+        squares.append(counts * delta.double().square().sum(dim=1))
+    return torch.stack(squares)
+
+
+def _judged(group: Tensor, domains: int, where: Tensor, squares: Tensor) -> Judged:
+    """group (T,): each selection row's domain, plus `domains` in the second half; where (n,): the expert's rows."""
+
+    def sums(per_row: Tensor) -> Tensor:  # on the host: a GPU's weighted bincount adds in any order
+        return torch.bincount(group[where], per_row, domains * 2).view(2, domains)
+
+    tokens = torch.bincount(group, minlength=domains * 2).double().view(2, domains)
+    power, *lost = map(sums, squares)
+    spreads = [sums(per_row.square()).sum(0).sqrt() for per_row in squares[1:]]
+    some = tokens.clamp(min=1)
+    return Judged(
+        len(where),
+        [(part.sum(0) / tokens.sum(0)).tolist() for part in lost],
+        [(part / tokens.sum(0)).tolist() for part in spreads],
+        torch.stack([part / some for part in lost], 1).tolist() if lost else [],
+        (power.sum(0) / tokens.sum(0)).tolist(),
+        (power / some).tolist(),
+    )
+
+
+def apply_expert(x: Tensor, weights: Weights) -> Tensor:
+    """down(silu(gate x) * up x) with weights (in, out)."""
+    gate, up, down = weights
+    return gated_mlp(x, lambda v: v @ gate, lambda v: v @ up, lambda v: v @ down)
