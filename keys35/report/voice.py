@@ -2,6 +2,7 @@
 
 import json
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -35,7 +36,7 @@ class Voice:
 
     def __init__(self, console: Console, errors: Console) -> None:
         self.console, self.errors, self.mode = console, errors, Mode.TEXT
-        self._refused = False
+        self._refused, self._speaking = False, threading.Lock()
 
     def speak(self, mode: Mode) -> None:
         """Choose the mode, once, before a command runs."""
@@ -54,9 +55,8 @@ class Voice:
 
     def refuse(self, error: Keys35Error | OSError | str, code: int) -> None:
         """The one message of a refusal, on stderr; in JSON it is the last line, whatever threads still finish."""
-        self._refused = True
         if self.mode is Mode.JSON:
-            self._event({"error": type(error).__name__, "message": str(error), "exit_code": code})
+            self._event({"error": type(error).__name__, "message": str(error), "exit_code": code}, last=True)
         else:
             self.errors.print("[bold red]keys35:[/bold red]", end=" ")
             self.errors.print(str(error), highlight=False, soft_wrap=True, markup=False)
@@ -74,12 +74,14 @@ class Voice:
             sys.exit(INTERRUPTED)
 
     def _tick(self, tick: "Tick") -> None:
-        if not self._refused:
-            self._event({"progress": plain(tick)})
+        self._event({"progress": plain(tick)})
 
-    def _event(self, event: Mapping[str, Any]) -> None:
-        self.errors.file.write(json.dumps(event) + "\n")
-        self.errors.file.flush()
+    def _event(self, event: Mapping[str, Any], last: bool = False) -> None:
+        with self._speaking:  # a thread that was about to speak finds that all is said
+            if last or not self._refused:
+                self.errors.file.write(json.dumps(event) + "\n")
+                self.errors.file.flush()
+            self._refused |= last
 
 
 def plain(value: Any) -> Any:
