@@ -36,6 +36,10 @@ class Windows:
         keep = torch.cat(rows)
         return Windows(self.tokens[keep], self.domain[keep], self.domains)
 
+    def only(self, rows: Sequence[int]) -> "Windows":
+        """The windows of these numbers."""
+        return Windows(self.tokens[list(rows)], self.domain[list(rows)], self.domains)
+
     def halves(self) -> torch.Tensor:
         """For each window 0 or 1: the first or the second half of its domain's windows."""
         half = torch.zeros_like(self.domain)

@@ -3,7 +3,7 @@
 Read from receipts and allocation.json alone, without the source and without the directory's lock.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ STEPS = {
 def measurements(work: Workdir) -> dict[str, Any]:
     """Rows, cost, and proxy error of every expert measured so far, the sets of widths, and the baselines' scores.
 
-    cost[e][w] is the predicted nats of final KL of expert e at candidate width w, as the allocation used it; absent
+    dropped_windows: the calibration text that was left out because its values stopped being finite. cost[e][w] is the predicted nats of final KL of expert e at candidate width w, as the allocation used it; absent
     until the layer weights are measured. Holds no times or paths: the same job gives the same value.
     """
     layers: dict[str, dict[str, Any]] = {}
@@ -41,6 +41,7 @@ def measurements(work: Workdir) -> dict[str, Any]:
     for name, data in _receipts(work, "experts/"):
         layer = str(int(name.split("/")[1].removeprefix("layer-")))
         _append(layers.setdefault(layer, {"widths": data["widths"]}), data, weights.get(layer))
+    layers |= _encoded_once(work, layers)
     for entry in layers.values():
         if len(entry.get("cost", ())) != len(entry["fit_rows"]):  # a predicted measurement
             entry.pop("cost", None)
@@ -55,6 +56,7 @@ def measurements(work: Workdir) -> dict[str, Any]:
         "sets": {name: {key: value for key, value in entry.items() if key != "widths"}
                  for name, entry in allocation.get("sets", {}).items()},
         "baselines": _baselines(work, allocation),
+        "dropped_windows": _dropped(work),
     }
 
 
@@ -66,9 +68,25 @@ def _receipts(work: Workdir, prefix: str) -> Iterator[tuple[str, dict[str, Any]]
                 yield name, receipt["data"]
 
 
+def _encoded_once(work: Workdir, measured: Container[str]) -> dict[str, dict[str, Any]]:
+    """Layers whose experts were encoded behind a quantized prefix and never before: those of an MTP layer, unjudged."""
+    layers: dict[str, dict[str, Any]] = {}
+    for name, data in _receipts(work, "final/"):
+        layer, widths = str(int(name.split("/")[1].removeprefix("layer-"))), [int(width) for width in data["held"]]
+        if layer not in measured:
+            _append(layers.setdefault(layer, {"widths": widths}), data | {"widths": widths}, None)
+    return layers
+
+
+def _dropped(work: Workdir) -> list[dict[str, Any]]:
+    """Calibration windows that were left out, each with its text and the layer that broke it."""
+    found = [item for _, data in _receipts(work, "measure/capture/") for item in data.get("dropped", ())]
+    return [item for place, item in enumerate(found) if item not in found[:place]]
+
+
 def _append(into: dict[str, Any], data: dict[str, Any], weights: Sequence[float] | None) -> None:
     """Add one unit's experts to their layer's columns."""
-    columns: dict[str, Iterable[Any]] = {"fit_rows": data["fit_rows"], "selection_rows": data["selection_rows"]}
+    columns: dict[str, Iterable[Any]] = {key: data[key] for key in ("fit_rows", "selection_rows") if key in data}
     proxy = [data["proxy_error"][str(width)] for width in data["widths"]]
     columns["proxy_error"] = [[_short(sum(expert) / len(expert)) for expert in by_width]
                               for by_width in zip(*proxy, strict=True) if all(by_width)]

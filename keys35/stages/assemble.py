@@ -20,6 +20,7 @@ from keys35.glm.names import Role, TensorRule, shard_of
 from keys35.memory import release
 from keys35.progress import Progress
 from keys35.stages.allocate import load_allocation
+from keys35.stages.dropped import dropped_anywhere
 from keys35.stages.job import Job, refuse_nesting
 from keys35.stages.pieces import Pieces
 from keys35.stages.profile import one_width_keys
@@ -239,8 +240,9 @@ def _histogram(width: dict[str, Fraction], routed: list[TensorRule], layer: int)
 
 
 def _warnings(job: Job) -> list[str]:
-    """What a careful reader should know: experts without data of their own, encodes without a Hessian."""
-    found = []
+    """What a careful reader should know: text that was dropped, experts without data, encodes without a Hessian."""
+    found = [f"calibration: {item.split} window {item.window} ({item.domain}) was dropped, its values are not finite "
+             f"from layer {item.layer} on" for item in dropped_anywhere(job)]
     for name in job.work.units():
         receipt = job.work.receipt(name)
         if not name.startswith(("experts/", "final/", "quantize/dense/")) or receipt is None:

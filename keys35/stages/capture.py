@@ -1,6 +1,6 @@
 """The calibration pass: windows, states carried from layer to layer, Hessians, and the rows experts are encoded on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from keys35.files.atomic import load_tensors, save_tensors
 from keys35.glm.mtp import mtp_inputs
 from keys35.glm.names import FINAL_NORM
 from keys35.glm.weights import Keep, StoredLayer, WeightStore
+from keys35.stages.dropped import SPLITS, Dropped, drop, dropped_before, facts, left, remaining
 from keys35.stages.expert_encoding import LayerRows
 from keys35.stages.experts import Shelf
 from keys35.stages.job import Job
@@ -24,7 +25,6 @@ from keys35.stages.spans import Spans
 from keys35.stages.states import States, read_states, save_states
 from keys35.stages.units import CALIBRATION, capture_unit, expert_units, layer_name, load_recorded, recorded_sha256
 
-SPLITS = ("fit", "selection")
 READERS = 8
 
 
@@ -74,23 +74,17 @@ def capture(
     spent = Spans(job.device)
     with spent("reading"):
         weights = layer_weights(job, store, layer)
-        before = _states_before(job, store, layer, weights, windows)
     if shelf is not None and layer in job.config.moe_layers:
         shelf.expect(job, expert_units(job, layer)[0])
-    captures = {
-        s: Capture(before[s].x.shape[0] * before[s].x.shape[1], job.states_dtype, spent if s == "fit" else None)
-        for s in SPLITS
-    }
-    with spent("forward"):
-        after = {s: _advance(job, before.pop(s), layer, weights, captures[s], in_place=True) for s in SPLITS}
-        _require_finite(job, layer, after)
+    captures, after, dropped = _passed(job, store, layer, weights, windows, spent)
     del weights
     with spent("writing"):
         hessians = captures["fit"].hessians()
         rows = {split: found for split in SPLITS if (found := captures[split].moe_rows())}
         if shelf is not None and rows:
-            shelf.rows[layer] = _ready_rows(job, rows, hessians[SHARED_INPUT], windows)
-    finish = partial(_finish, job, layer, hessians, rows, after, captures["fit"].carrier, replay)
+            shelf.rows[layer] = _ready_rows(job, rows, hessians[SHARED_INPUT], windows, dropped)
+    data = {"carrier": captures["fit"].carrier, "dropped": facts(dropped)}
+    finish = partial(_finish, job, layer, hessians, rows, after, data, replay)
     job.work.log("captured", layer=layer, seconds=spent.facts())
     pool = ThreadPoolExecutor(1, "saving")
     finishing = pool.submit(finish)
@@ -105,15 +99,37 @@ def capture(
     return conclude
 
 
+def _passed(
+    job: Job, store: WeightStore, layer: int, weights: StoredLayer, windows: dict[str, Windows], spent: Spans
+) -> tuple[dict[str, Capture], dict[str, States], tuple[Dropped, ...]]:
+    """The windows through a layer: what was captured, their states behind it, and which windows are left out.
+
+    A window that the layer breaks is in the sums by then, so the others pass again without it.
+    """
+    dropped = dropped_before(job, layer)
+    while True:
+        with spent("reading"):
+            before = _states_before(job, store, layer, weights, windows, dropped)
+        captures = {
+            s: Capture(before[s].x.shape[0] * before[s].x.shape[1], job.states_dtype, spent if s == "fit" else None)
+            for s in SPLITS
+        }
+        with spent("forward"):
+            after = {s: _advance(job, before.pop(s), layer, weights, captures[s], in_place=True) for s in SPLITS}
+        broken = {s: after[s].broken for s in SPLITS}
+        if not any(broken.values()):
+            return captures, after, dropped
+        dropped = drop(job, layer, windows, dropped, broken)
+
+
 def _finish(
     job: Job, layer: int, hessians: dict[str, Tensor], rows: dict[str, MoeRows], after: dict[str, States],
-    carrier: dict[str, str], replay: bool,
+    data: dict[str, object], replay: bool,
 ) -> None:
     """Save what a pass leaves, declare it done, and drop the states that nothing needs any more."""
     files, rows_sha256 = _save(job, layer, hessians, rows, after)
     # The rows are not among the receipt's files: deleted once the experts are encoded.
-    data = {"carrier": carrier} | ({"rows_sha256": rows_sha256} if rows_sha256 else {})
-    job.work.commit(capture_unit(layer), files, data)
+    job.work.commit(capture_unit(layer), files, data | ({"rows_sha256": rows_sha256} if rows_sha256 else {}))
     for done in [layer - 1] if replay else [layer - 1, layer]:
         if not job.config.is_mtp(done + 1) and job.work.receipt(capture_unit(done + 1)) is not None:
             forget_states(job, done)
@@ -158,15 +174,6 @@ def _require_finite_ends(job: Job) -> None:
         raise SourceError(f"{job.source.root} is damaged, fetch these tensors' shards again:\n  {broken}")
 
 
-def _require_finite(job: Job, layer: int, states: dict[str, States]) -> None:
-    """Refuse states that would poison every later Hessian, where they arise, and name the tensors behind them."""
-    if all(part.finite for part in states.values()):
-        return
-    names = [rule.source for rule in job.rules.values() if rule.layer in (layer, None)]
-    broken = [str(item) for item in broken_tensors(job.source, names)] or ["no weight of it: the arithmetic overflows"]
-    raise SourceError(f"layer {layer} gives values that are not finite, because of:\n  " + "\n  ".join(broken))
-
-
 def forget_states(job: Job, layer: int) -> None:
     """Drop states that the next layer's replace; the receipt is renewed first so that it stays whole."""
     if not has_states(job, layer):
@@ -184,15 +191,17 @@ def next_shares(job: Job, layer: int) -> bool:
 
 
 def _states_before(
-    job: Job, store: WeightStore, layer: int, weights: StoredLayer, windows: dict[str, Windows]
+    job: Job, store: WeightStore, layer: int, weights: StoredLayer, windows: dict[str, Windows],
+    dropped: Sequence[Dropped],
 ) -> dict[str, States]:
     """States that enter a layer: embeddings, the previous layer's output, or an MTP layer's joined input."""
+    kept = left(windows, dropped)
     if layer == 0:
-        return {s: States.embedded(store, windows[s].tokens, job.states_dtype) for s in SPLITS}
-    previous = _states_after(job, store, min(layer, job.config.num_hidden_layers) - 1, windows)
+        return {s: States.embedded(store, kept[s].tokens, job.states_dtype) for s in SPLITS}
+    previous = _states_after(job, store, min(layer, job.config.num_hidden_layers) - 1, windows, dropped)
     if not job.config.is_mtp(layer):
         return previous
-    return {s: mtp_states(job, store, weights, previous[s], windows[s].tokens) for s in SPLITS}
+    return {s: mtp_states(job, store, weights, previous[s], kept[s].tokens) for s in SPLITS}
 
 
 def mtp_states(job: Job, store: WeightStore, weights: StoredLayer, trunk: States, tokens: Tensor) -> States:
@@ -203,13 +212,20 @@ def mtp_states(job: Job, store: WeightStore, weights: StoredLayer, trunk: States
     return States.start(torch.stack(inputs))
 
 
-def _states_after(job: Job, store: WeightStore, layer: int, windows: dict[str, Windows]) -> dict[str, States]:
-    """A layer's outgoing states from disk; computed again from the last ones kept if they are gone."""
+def _states_after(
+    job: Job, store: WeightStore, layer: int, windows: dict[str, Windows], dropped: Sequence[Dropped]
+) -> dict[str, States]:
+    """A layer's outgoing states from disk, without what is dropped; made again from the last kept if they are gone."""
+    before = dropped_before(job, layer)
     if _state_file(job, layer).exists():
-        return read_states(load_recorded(job, capture_unit(layer), _state_file(job, layer)), SPLITS)
-    weights = layer_weights(job, store, layer)
-    before = _states_before(job, store, layer, weights, windows)
-    return {split: _advance(job, before[split], layer, weights) for split in SPLITS}
+        found = read_states(load_recorded(job, capture_unit(layer), _state_file(job, layer)), SPLITS)
+    else:
+        weights = layer_weights(job, store, layer)
+        entering = _states_before(job, store, layer, weights, windows, before)
+        found = {split: _advance(job, entering[split], layer, weights) for split in SPLITS}
+    gone = {(item.split, item.window) for item in dropped}
+    return {s: found[s].only([place for place, window in enumerate(remaining(windows[s], s, before))
+                              if (s, window) not in gone]) for s in SPLITS}
 
 
 def has_states(job: Job, layer: int) -> bool:
@@ -228,15 +244,20 @@ def layer_rows(job: Job, layer: int, windows: dict[str, Windows]) -> LayerRows:
     receipt = job.work.receipt(capture_unit(layer))
     tensors = load_tensors(rows_file(job, layer), expect_sha256=receipt["data"]["rows_sha256"] if receipt else None)
     hessian = load_recorded(job, capture_unit(layer), hessian_file(job, layer))[f"hessian.{SHARED_INPUT}"]
-    return _ready_rows(job, {split: MoeRows.from_tensors(tensors, split) for split in SPLITS}, hessian, windows)
+    return _ready_rows(
+        job, {split: MoeRows.from_tensors(tensors, split) for split in SPLITS}, hessian, windows,
+        dropped_before(job, layer),
+    )
 
 
-def _ready_rows(job: Job, rows: dict[str, MoeRows], hessian: Tensor, windows: dict[str, Windows]) -> LayerRows:
+def _ready_rows(
+    job: Job, rows: dict[str, MoeRows], hessian: Tensor, windows: dict[str, Windows], dropped: Sequence[Dropped]
+) -> LayerRows:
     """Rows where the encoder will look for them; Hessian: of the input that all experts share."""
-    selection = rows["selection"]
-    per_window = selection.x.shape[0] // len(windows["selection"])
-    judged = windows["selection"]
-    domain, half = (part.repeat_interleave(per_window) for part in (judged.domain, judged.halves()))
+    selection, judged = rows["selection"], windows["selection"]
+    kept = remaining(judged, "selection", dropped)
+    per_window = selection.x.shape[0] // len(kept)
+    domain, half = (part[kept].repeat_interleave(per_window) for part in (judged.domain, judged.halves()))
     ready = LayerRows(rows["fit"], selection, domain, half, len(job.text.domains), hessian)
     return ready.to(job.device) if rows_stay(ready.fit.x.nbytes + selection.x.nbytes, job.recipe) else ready
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from keys35.calibration.correction import PairedInputs
 from keys35.calibration.statistics import MoeRows, inner
 from keys35.calibration.windows import Windows
+from keys35.errors import SourceError
 from keys35.exl3.encode import LinearJob, encode_group
 from keys35.exl3.linear import EncodedLinear, decode_weight
 from keys35.files.atomic import load_tensors, save_tensors
@@ -57,6 +58,7 @@ def encode_behind_prefix(job: Job, layer: int, windows: Windows, allocation: dic
         passing = {SOURCE: weights, QUANTIZED: encoder.weights}
         streams = {name: states.advance(job.config, layer, passing[name], job.device, job.tokens_at_once,
                                         in_place=True, through=mlp_inputs) for name, states in streams.items()}
+    _require_finite(layer, streams)
     hessian = _encode_mlp(job, layer, streams, encoder)
     more = {}
     if job.config.is_moe(layer):
@@ -202,8 +204,20 @@ def _advanced(
 ) -> dict[str, States]:
     encoded = MixStore(job, allocation, final=True).layer(layer)
     passing = {SOURCE: layer_weights(job, job.store, layer), QUANTIZED: encoded}
-    return {name: states.advance(job.config, layer, passing[name], job.device, job.tokens_at_once, in_place=True)
-            for name, states in streams.items()}
+    after = {name: states.advance(job.config, layer, passing[name], job.device, job.tokens_at_once, in_place=True)
+             for name, states in streams.items()}
+    _require_finite(layer, after)
+    return after
+
+
+def _require_finite(layer: int, streams: dict[str, States]) -> None:
+    """Refuse what no sum may hold; windows that the source alone breaks were dropped when it was measured."""
+    for name, states in streams.items():
+        if states.broken:
+            raise SourceError(
+                f"layer {layer} gives values that are not finite in {len(states.broken)} of {len(states.x)} fit "
+                f"windows of the {name} prefix: use encoder.prefix = \"source\", or wider dense.bits"
+            )
 
 
 def _states_before(job: Job, layer: int, windows: Windows, allocation: dict[int, list[int]]) -> dict[str, States]:

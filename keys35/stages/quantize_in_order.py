@@ -6,6 +6,7 @@ from keys35.glm.names import Role
 from keys35.progress import Progress
 from keys35.stages.allocate import load_allocation
 from keys35.stages.capture import calibration_windows, rows_file
+from keys35.stages.dropped import dropped_anywhere, left
 from keys35.stages.experts import Shelf
 from keys35.stages.job import Job
 from keys35.stages.needs import encoded_bytes, prefix_bytes
@@ -35,7 +36,7 @@ def quantize_in_order(job: Job, progress: Progress, workers: Workers) -> None:
 
 def _steps(job: Job, shelf: Shelf) -> Iterator[Step]:
     """Layer by layer its dense linears, its experts' units, and the states that it gives the next one."""
-    allocation, windows = load_allocation(job), calibration_windows(job)["fit"]
+    allocation, windows = load_allocation(job), left(calibration_windows(job), dropped_anywhere(job))["fit"]
     widths = allocation | {layer: [job.recipe.mtp.bits] * job.experts for layer in job.config.mtp_layers}
 
     def alone(act: Callable[..., None], layer: int) -> Callable[[], None]:

@@ -12,6 +12,7 @@ from keys35.glm.weights import Keep, StoredLayer, WeightStore
 from keys35.recipe import Recipe
 from keys35.stages.candidates import Candidates
 from keys35.stages.capture import READERS
+from keys35.stages.dropped import dropped_anywhere, left
 from keys35.stages.job import Job
 from keys35.stages.spans import Spans
 from keys35.stages.states import WINDOWS_AT_ONCE_TOKENS, States
@@ -32,6 +33,11 @@ def _windows(selection: Windows, recipe: Recipe) -> Windows:
     return selection.head(recipe.calibration.sensitivity_windows)
 
 
+def _whole(job: Job, selection: Windows) -> Windows:
+    """Those that stay finite through all layers; a part may get none of them."""
+    return left({"selection": selection}, dropped_anywhere(job))["selection"]
+
+
 def _at_once(recipe: Recipe) -> int:
     return max(1, WINDOWS_AT_ONCE_TOKENS // recipe.calibration.window)
 
@@ -49,7 +55,7 @@ def propagate_part(job: Job, store: WeightStore, selection: Windows, part: int) 
     unquantized, so its KL against the unperturbed copy is what that layer's real encoding error costs.
     """
     spent = Spans(job.device)
-    windows, size = _windows(selection, job.recipe), _at_once(job.recipe)
+    windows, size = _windows(_whole(job, selection), job.recipe), _at_once(job.recipe)
     rows = slice(part * size, (part + 1) * size)
     windows = Windows(windows.tokens[rows], windows.domain[rows], windows.domains)
     copies = _propagate(job, store, windows, middle_width(job.recipe)[1], spent)
@@ -63,7 +69,7 @@ def propagate_part(job: Job, store: WeightStore, selection: Windows, part: int) 
 
 def conclude_sensitivity(job: Job, selection: Windows) -> None:
     """Record alpha[layer][domain]: nats of final KL per unit of the layer's summed expert error."""
-    windows = _windows(selection, job.recipe)
+    windows = _windows(_whole(job, selection), job.recipe)
     middle, width = middle_width(job.recipe)
     tokens = torch.bincount(windows.domain, minlength=len(windows.domains)) * windows.tokens.shape[1]
     units = [sensitivity_unit(part) for part in sensitivity_parts(selection, job.recipe)]

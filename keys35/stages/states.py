@@ -24,13 +24,13 @@ WINDOWS_AT_ONCE_TOKENS = 8192
 class States:
     """Windows after some layer, on the host.
 
-    x (N, W, d), float32 or bfloat16; chosen: per window the DSA selection, bool (W, W), or None; finite: whether every
-    value was when they were computed.
+    x (N, W, d), float32 or bfloat16; chosen: per window the DSA selection, bool (W, W), or None; broken: the windows
+    that had a value which is not finite when they were computed.
     """
 
     x: Tensor
     chosen: tuple[Tensor | None, ...]
-    finite: bool = True
+    broken: tuple[int, ...] = ()
 
     @classmethod
     def start(cls, x: Tensor) -> "States":
@@ -64,7 +64,7 @@ class States:
         step = max(1, at_once // self.x.shape[1])
         after = self.x if in_place else torch.empty_like(self.x)
         chosen: list[Tensor | None] = []
-        finite = True
+        broken: list[int] = []
         for first in range(0, self.x.shape[0], step):
             part = slice(first, first + step)
             windows = list(self.x[part].to(device).float())
@@ -74,12 +74,18 @@ class States:
             for index, state in enumerate(new, first):
                 into_host(after[index], state)
             chosen += [None if s is None else s.cpu() for s in selected]
-            finite = finite and _all_finite(new)
-        return States(after, tuple(chosen), finite)
+            broken += [first + index for index in _broken(new)]
+        return States(after, tuple(chosen), tuple(broken))
 
     def part(self, windows: slice) -> "States":
         """Some of the windows."""
         return States(self.x[windows], self.chosen[windows])
+
+    def only(self, windows: Sequence[int]) -> "States":
+        """The windows of these numbers, in rising order; no copy if they are all."""
+        if len(windows) == len(self.x):
+            return self
+        return States(self.x[list(windows)], tuple(self.chosen[number] for number in windows))
 
     def tensors(self, prefix: str, keep_selection: bool) -> dict[str, Tensor]:
         """Named tensors for the work directory; selections as packed bits, and only if a next layer shares them."""
@@ -109,9 +115,10 @@ def read_states(tensors: dict[str, Tensor], names: Sequence[str]) -> dict[str, S
     return {name: States.from_tensors(tensors, name) for name in names}
 
 
-def _all_finite(states: Sequence[Tensor]) -> bool:
-    """Whether every value is: one that is not spoils a sum, and one of float64 cannot overflow."""
-    return bool(torch.stack([state.sum(dtype=torch.float64) for state in states]).isfinite().all())
+def _broken(states: Sequence[Tensor]) -> list[int]:
+    """Which of them hold a value that is not finite: it spoils a sum, and one of float64 cannot overflow."""
+    sums = torch.stack([state.sum(dtype=torch.float64) for state in states])
+    return torch.nonzero(~sums.isfinite()).flatten().tolist()
 
 
 def _pack(chosen: Sequence[Tensor | None]) -> Tensor:
