@@ -33,8 +33,9 @@ STEPS = {
 def measurements(work: Workdir) -> dict[str, Any]:
     """Rows, cost, and proxy error of every expert measured so far, the sets of widths, and the baselines' scores.
 
-    dropped_windows: the calibration text that was left out because its values stopped being finite. cost[e][w] is the predicted nats of final KL of expert e at candidate width w, as the allocation used it; absent
-    until the layer weights are measured. Holds no times or paths: the same job gives the same value.
+    dropped_windows: the calibration text that was left out because its values stopped being finite. cost[e][w] is the
+    predicted nats of final KL of expert e at candidate width w, as the allocation used it; absent until the layer
+    weights are measured. Holds no times or paths: the same job gives the same value.
     """
     layers: dict[str, dict[str, Any]] = {}
     weights = _domain_weights(work)

@@ -66,7 +66,8 @@ def left(windows: Mapping[str, Windows], dropped: Sequence[Dropped]) -> dict[str
 
 
 def drop(
-    job: Job, layer: int, windows: Mapping[str, Windows], dropped: Sequence[Dropped], broken: Mapping[str, Sequence[int]]
+    job: Job, layer: int, windows: Mapping[str, Windows], dropped: Sequence[Dropped],
+    broken: Mapping[str, Sequence[int]],
 ) -> tuple[Dropped, ...]:
     """Those dropped so far and the ones a layer broke (numbers among what was left of each split).
 

@@ -8,6 +8,7 @@ from keys35.glm.config import GlmConfig
 from keys35.glm.names import Role, TensorRule
 from keys35.recipe import Recipe
 from keys35.stages.job import GPU_AT_ONCE_TOKENS, LOW_MEMORY_AT_ONCE_TOKENS, LOW_MEMORY_STACK, STACK
+from keys35.stages.prefix_cost import prefix_device_bytes
 from keys35.stages.sizes import exl3_bytes
 from keys35.stages.states import WINDOWS_AT_ONCE_TOKENS
 
@@ -78,7 +79,7 @@ def work_parts(rules: Sequence[TensorRule], config: GlmConfig, recipe: Recipe, k
 
 
 def host_bytes(largest: int, config: GlmConfig, recipe: Recipe) -> int:
-    """Peak of the driver: a layer's states and its rows, or the copies that weigh layers.
+    """Peak of the driver: a layer's states and its rows, the copies that weigh layers, or a quantized prefix's streams.
 
     `largest` is the largest source tensor, held twice, as is the largest Hessian.
     """
@@ -87,7 +88,8 @@ def host_bytes(largest: int, config: GlmConfig, recipe: Recipe) -> int:
     routing = tokens(recipe) * config.num_experts_per_tok * (FLOAT + 2 * INDEX)
     at_once = max(1, WINDOWS_AT_ONCE_TOKENS // recipe.calibration.window) * recipe.calibration.window
     copies = (len(config.moe_layers) + 1) * at_once * config.hidden_size * FLOAT
-    return max(2 * states + routing, copies) + passing
+    behind = sum(prefix_bytes(config, recipe)) if recipe.encoder.prefix == "quantized" else 0
+    return max(2 * states + routing, copies, behind) + passing
 
 
 def _widest(config: GlmConfig) -> int:
@@ -103,9 +105,10 @@ def device_bytes(config: GlmConfig, recipe: Recipe) -> int:
     at_once = LOW_MEMORY_AT_ONCE_TOKENS if low else GPU_AT_ONCE_TOKENS
     scores = config.num_attention_heads * QUERY_ROWS * recipe.calibration.window
     expert = 3 * config.hidden_size * config.moe_intermediate_size
-    passing = config.n_routed_experts * expert * BF16 + FLOAT * (
-        2 * _widest(config) ** 2 + 4 * at_once * config.hidden_size + 6 * scores
-    )
+    layer = config.n_routed_experts * expert * BF16
+    passing = layer + FLOAT * (2 * _widest(config) ** 2 + 4 * at_once * config.hidden_size + 6 * scores)
+    if recipe.encoder.prefix == "quantized":  # a layer's linears are corrected while all of it is there
+        passing = max(passing, layer + prefix_device_bytes(config, _widest(config)))
     stack = LOW_MEMORY_STACK if low else STACK
     experts = min(recipe.experts.group, max(1, 3 * stack // (2 * expert)))
     hidden, inner = config.hidden_size**2, config.moe_intermediate_size**2

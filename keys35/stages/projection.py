@@ -8,9 +8,10 @@ from keys35.files.atomic import read_json
 from keys35.glm.config import GlmConfig
 from keys35.glm.names import Role, TensorRule, census
 from keys35.recipe import Recipe, resource_dir
+from keys35.stages.prefix_cost import prefix_seconds
 from keys35.stages.sizes import exl3_bytes
 
-MEASURED = "real-layer-h200.json"
+MEASURED, SOLVES = "real-layer-h200.json", "prefix-solves-h200.json"
 ASSUMPTIONS = (
     "every layer takes what the measured one took: the encoder by weights and widths, forward pass, Hessians and "
     "judging by calibration tokens, the rest by layer",
@@ -19,6 +20,13 @@ ASSUMPTIONS = (
     "with 8 GPUs all but the driver's forward pass is shared out evenly, and that pass runs beside it",
     "the disk keeps up: each GPU reads and writes what the measured one did in the same time",
     "validation is not included",
+)
+
+
+BEHIND_PREFIX = (
+    "behind the quantized prefix attention takes its part of a forward pass by the weights that a token meets, and the "
+    "corrections run at the measured rate of their sums and solves; dense linears and passes wait for one another, a "
+    "layer's experts are shared out"
 )
 
 
@@ -32,11 +40,18 @@ class Projection:
     wall_hours: Mapping[int, float]
     read_gb: float
     written_gb: float
+    prefix_hours: float = 0.0
+    """Passes, sums and solves behind a quantized prefix; its encodings are among `encode_hours`."""
 
     @property
     def gpu_hours(self) -> float:
         """On one GPU, everything after another."""
-        return self.encode_hours + self.sensitivity_hours + self.other_hours
+        return self.encode_hours + self.sensitivity_hours + self.other_hours + self.prefix_hours
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What has to hold for the hours to."""
+        return (*ASSUMPTIONS, BEHIND_PREFIX) if self.prefix_hours else ASSUMPTIONS
 
     def facts(self) -> dict[str, Any]:
         """JSON values, with the assumptions."""
@@ -47,34 +62,43 @@ class Projection:
             "wall_hours": {str(gpus): round(hours, 2) for gpus, hours in self.wall_hours.items()},
             "read_gb": round(self.read_gb),
             "written_gb": round(self.written_gb),
-            "assumptions": list(ASSUMPTIONS),
-        }
+            "assumptions": list(self.assumptions),
+        } | ({"prefix_hours": round(self.prefix_hours, 2)} if self.prefix_hours else {})
 
     def text(self) -> str:
         """For people."""
         walls = ", ".join(f"{hours:.1f} h on {gpus} GPU{'s' * (gpus > 1)}" for gpus, hours in self.wall_hours.items())
+        behind = f", {self.prefix_hours:.1f} the quantized prefix" if self.prefix_hours else ""
         lines = [
             f"{self.gpu_hours:.1f} GPU-hours from a measured layer, {self.encode_hours:.1f} of them the encoder and "
-            f"{self.sensitivity_hours:.1f} the layers' weights; {walls}; {self.read_gb:,.0f} GB read, "
+            f"{self.sensitivity_hours:.1f} the layers' weights{behind}; {walls}; {self.read_gb:,.0f} GB read, "
             f"{self.written_gb:,.0f} GB written. Assumed:",
-            *(f"- {assumption}" for assumption in ASSUMPTIONS),
+            *(f"- {assumption}" for assumption in self.assumptions),
         ]
         return "\n".join(lines)
 
 
 def projected(config: GlmConfig, recipe: Recipe) -> Projection | None:
     """From the layer that the shipped benchmark measured; None where it is not at hand or there are no experts."""
-    path = resource_dir("benchmarks", "reports/benchmarks") / MEASURED
-    return project(read_json(path), config, recipe) if config.moe_layers and path.is_file() else None
+    folder = resource_dir("benchmarks", "reports/benchmarks")
+    needed = [folder / MEASURED] + ([folder / SOLVES] if recipe.encoder.prefix == "quantized" else [])
+    if not config.moe_layers or not all(path.is_file() for path in needed):
+        return None
+    measured, *solves = (read_json(path) for path in needed)
+    return project(measured, config, recipe, solves=solves[0] if solves else None)
 
 
 def project(
-    measured: Mapping[str, Any], config: GlmConfig, recipe: Recipe, gpus: Iterable[int] = (1, 8)
+    measured: Mapping[str, Any], config: GlmConfig, recipe: Recipe, gpus: Iterable[int] = (1, 8),
+    solves: Mapping[str, Any] | None = None,
 ) -> Projection:
-    """From a measured layer, as reports/benchmarks/real-layer-h200.json has it, to a model and its recipe."""
+    """From a measured layer, as reports/benchmarks/real-layer-h200.json has it, to a model and its recipe.
+
+    solves: reports/benchmarks/prefix-solves-h200.json, needed for a quantized prefix.
+    """
     rules = list(census(config).values())
-    work = sum(_padded(rule) * passes for rule, passes in encoder_passes(rules, recipe))
-    a_weight = 1e-6 / measured["encode_mws_a_width"]
+    a_weight, passes = 1e-6 / measured["encode_mws_a_width"], list(encoder_passes(rules, recipe))
+    encode = a_weight * sum(_padded(rule) * times for rule, times in passes)
     choice, tokens = recipe.calibration, measured["tokens"]
     more = {
         "fit": choice.fit_windows * choice.window / tokens["fit"],
@@ -84,13 +108,20 @@ def project(
     spent = measured["seconds"]
     shared = spent["Hessians"] * more["fit"] + spent["judging"] * more["selection"]
     fixed = measured["layer_seconds"] - sum(spent[kind] for kind in ("encode", "forward", "Hessians", "judging"))
-    layers, encode = len(config.layers), work * a_weight
+    layers = len(config.layers)
     forward, other = layers * spent["forward"] * every, layers * (shared + fixed)
     weighing = _copies(config) * spent["forward"] / sum(tokens.values()) * choice.sensitivity_windows * choice.window
+    behind = prefix_seconds(measured, solves, config, rules, recipe)
+    alone = behind.alone  # what no second GPU makes faster
+    if recipe.encoder.prefix == "quantized":
+        alone += a_weight * sum(_padded(rule) for rule, _ in passes if rule.role is Role.DENSE)
     spread = encode + other + weighing
-    wall = {n: (spread / n + forward if n == 1 else max(spread / n, forward)) / 3600 for n in gpus}
+    shared = spread + behind.alone + behind.shared - alone
+    wall = {n: (spread + forward + behind.alone + behind.shared if n == 1 else max(shared / n, forward) + alone) / 3600
+            for n in gpus}
     return Projection(
-        encode / 3600, weighing / 3600, (forward + other) / 3600, wall, *_bytes(rules, recipe)
+        encode / 3600, weighing / 3600, (forward + other) / 3600, wall, *_bytes(rules, recipe),
+        (behind.alone + behind.shared) / 3600,
     )
 
 
@@ -112,11 +143,16 @@ def _padded(rule: TensorRule) -> int:
 
 
 def _bytes(rules: list[TensorRule], recipe: Recipe) -> tuple[float, float]:
-    """GB: every weight read for the forward pass and again for its encoding; candidates and the output written."""
-    read = sum(rule.nbytes * (2 if rule.quantized else 1) for rule in rules)
+    """GB: every weight read for the forward pass and again for its encoding; candidates and the output written.
+
+    Behind a quantized prefix twice more for passes, experts once more to be encoded, and the output's own encodings.
+    """
+    prefix = recipe.encoder.prefix == "quantized"
+    read = sum(rule.nbytes * (1 + rule.quantized + prefix * (2 + (rule.role is Role.EXPERT))) for rule in rules)
     bits = {Role.EXPERT: sum(recipe.experts.widths), Role.MTP_EXPERT: recipe.mtp.bits, Role.DENSE: recipe.dense.bits}
     final = {**bits, Role.EXPERT: recipe.experts.budget}
     encoded = [rule for rule in rules if rule.quantized]
     written = sum(float(exl3_bytes(rule, bits[rule.role]) + exl3_bytes(rule, final[rule.role])) for rule in encoded)
     written += sum(rule.nbytes for rule in rules if not rule.quantized)
+    written += prefix * sum(float(exl3_bytes(rule, final[rule.role])) for rule in encoded if rule.role is Role.EXPERT)
     return read / 1e9, written / 1e9

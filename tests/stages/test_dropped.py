@@ -78,7 +78,7 @@ def with_token(windows, token):
 
 @pytest.fixture(scope="module")
 def one_bad(plain, windows, tmp_path_factory):
-    """One of twenty fit windows and one of ten selection windows overflow; the source, the token, and a finished run."""
+    """One of twenty fit windows and one of ten selection windows overflow: the source, the token, a finished run."""
     root = tmp_path_factory.mktemp("one-bad")
     token = token_in(windows, 1, 1)
     source = detecting(plain, root / "source", token)

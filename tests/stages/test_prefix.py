@@ -1,8 +1,16 @@
 """The quantized prefix: layers in order, the same bytes for any workers and wherever it dies."""
 
+import json
+import os
+import random
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import jsonschema
 import pytest
 from small import digest
 from tiny import begun, tiny_recipe
@@ -11,6 +19,8 @@ from keys35.errors import RecipeError
 from keys35.files.ledger import Workdir
 from keys35.progress import Progress, Tick
 from keys35.recipe import load_recipe
+from keys35.report.measured import measurements
+from keys35.report.schema import load_schema
 from keys35.stages.allocate import allocate
 from keys35.stages.assemble import assemble
 from keys35.stages.job import open_job
@@ -93,6 +103,45 @@ def test_dying_anywhere_changes_nothing(
     assert digest(tmp_path / "out") == digest(whole / "out")
     units = [unit for unit in begun(tmp_path / "work") if unit.startswith("final/")]
     assert len(units) == len(set(units)), "no expert is encoded again that was finished"
+
+
+KILLED_BEHIND = (
+    "quantize/dense/layer-000", "final/layer-001/0001", "quantize/prefix/layer-001", "quantize/dense/layer-002",
+    "final/layer-002/0002", "quantize/prefix/layer-002", "quantize/dense/layer-003", "final/layer-003/0003",
+)
+"""Receipts whose appearance is followed by a kill -9, at a random moment of the unit after it."""
+
+
+@pytest.mark.slow
+def test_killed_behind_units_of_every_kind(tiny, measured: Path, whole: Path, tmp_path: Path) -> None:
+    """kill -9 of the driver and its two workers; the same command goes on, to the bytes of a run left alone."""
+    shutil.copytree(measured, tmp_path / "work")
+    line = [sys.executable, "-m", "keys35.cli", "quantize", "--work", str(tmp_path / "work"), "--workers", "2"]
+    chance, killed = random.Random(51), 0
+    for unit in KILLED_BEHIND:
+        process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+        while not (tmp_path / f"work/receipts/{unit}.json").exists() and process.poll() is None:
+            time.sleep(0.01)
+        time.sleep(chance.uniform(0, 1.5))
+        killed += process.poll() is None
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert killed >= len(KILLED_BEHIND) - 1, "only the last unit leaves nothing to be killed in"
+    make(tiny, tmp_path, Workers(2))
+    assert digest(tmp_path / "out") == digest(whole / "out")
+    units = [unit for unit in begun(tmp_path / "work") if unit.startswith("final/")]
+    assert len(units) - len(set(units)) <= 2 * killed, "a kill costs at most what two workers were doing"
+
+
+def test_measurements_name_the_mtp_layers_experts(tiny, whole: Path) -> None:
+    """They are encoded once, behind the prefix; what the source's prefix gives them is another run's to say."""
+    mine, plain = (measurements(Workdir.open(root, None))["layers"] for root in (whole / "work", tiny.work))
+    assert set(mine) == set(plain) == {"1", "2", "3"}
+    assert mine["3"]["widths"] == [4] and len(mine["3"]["proxy_error"]) == len(mine["3"]["fit_rows"]) == 4
+    assert all(0 < error < 1 for expert in mine["3"]["proxy_error"] for error in expert)
+    assert mine["1"] == plain["1"] and "selection_rows" not in mine["3"]
+    written = json.loads(json.dumps(measurements(Workdir.open(whole / "work", None))))
+    jsonschema.Draft202012Validator(load_schema("KEYS35_MEASUREMENTS.json")).validate(written)
 
 
 def test_a_finished_job_is_kept_and_a_lost_file_made_again(tiny, whole: Path, tmp_path: Path) -> None:

@@ -7,7 +7,10 @@ import pytest
 
 from keys35.bench.standin import GLM_5_3
 from keys35.glm.config import GlmConfig
+from keys35.glm.names import census
 from keys35.recipe import load_recipe
+from keys35.stages.needs import device_bytes, host_bytes
+from keys35.stages.prefix_cost import attention_share
 from keys35.stages.projection import MEASURED, project, projected
 
 SHIPPED = Path(__file__).parents[2] / "reports/benchmarks" / MEASURED
@@ -31,6 +34,52 @@ def test_glm_from_a_layer_by_hand() -> None:
     assert found.wall_hours[1] == pytest.approx(found.gpu_hours)
     assert found.wall_hours[8] == pytest.approx((found.gpu_hours * 3600 - forward) / 8 / 3600)
     assert found.read_gb > 2 * 1480 and "GPU-hours" in found.text()
+
+
+def quantized(recipe):
+    return recipe.model_copy(update={"encoder": recipe.encoder.model_copy(update={"prefix": "quantized"})})
+
+
+def test_a_quantized_prefix_by_hand() -> None:
+    """Its passes, sums and solves, each from GLM-5.3's sizes as they are written here."""
+    config, recipe = GlmConfig.from_dict(GLM_5_3), load_recipe("glm-5.3-2.75bpw")
+    plain = project(LAYER, config, recipe)
+    found = project(LAYER, config, quantized(recipe), solves={"flops_per_second": 50e12})
+    experts = 75 * 3 * 6144 * 2048 * 256
+    assert found.encode_hours - plain.encode_hours == pytest.approx(experts / 100e6 / 3600), "the chosen width again"
+    assert found.sensitivity_hours == plain.sensitivity_hours and found.other_hours == plain.other_hours
+
+    fit, rows = 224 * 2048, 224 * 2048 * 8 / 256
+    gate_up = 4 * rows * 6144**2 + 11 * (6144**3 / 3 + 2 * 6144**2 * 4096) + 12 * 2 * 6144**2 * 4096
+    down = 4 * rows * 2048**2 + 11 * (2048**3 / 3 + 2 * 2048**2 * 6144) + 12 * 2 * 2048**2 * 6144
+    solving = 76 * 256 * (gate_up + down) / 50e12
+    passes = 79 * 10.0 * fit / (124 * 2048)  # of one stream through all layers
+    beside = 79 * 8.0 + 76 * (6.0 * 2.24 + 4.0)  # layers read again, and Hessians of their experts
+    least, most = solving + 2 * passes + beside, 1.35 * (solving + 10 * passes + beside)
+    assert least < found.prefix_hours * 3600 < most, "attention's part of a pass, and the dense linears, lie between"
+    assert found.gpu_hours == pytest.approx(found.encode_hours + found.sensitivity_hours + found.other_hours
+                                            + found.prefix_hours)
+    assert found.wall_hours[1] == pytest.approx(found.gpu_hours)
+    assert found.wall_hours[8] > plain.wall_hours[8] + (found.gpu_hours - plain.gpu_hours) / 8, "layers wait in order"
+    assert found.read_gb > plain.read_gb + 2 * 1480 and found.written_gb > plain.written_gb
+    assert "the quantized prefix" in found.text() and found.facts()["prefix_hours"] > 0
+    assert "prefix_hours" not in plain.facts() and len(plain.facts()["assumptions"]) < len(found.facts()["assumptions"])
+
+
+def test_attention_is_a_part_of_a_pass() -> None:
+    config = GlmConfig.from_dict(GLM_5_3)
+    share = attention_share(config, census(config).values())
+    q, kv = 6144 * 2048 + 2048 * 64 * 256, 6144 * 576 + 512 * 64 * (192 + 256)
+    attention, experts = q + kv + 64 * 256 * 6144, 9 * 3 * 6144 * 2048  # the first MoE layer takes over a selection
+    assert share == pytest.approx(attention / (attention + experts), rel=1e-3)
+
+
+def test_a_quantized_prefix_needs_its_memory() -> None:
+    """A correction of o_proj: four sums of 16,384 squared and what solves a system, beside a layer of 19.3 GB."""
+    config, recipe = GlmConfig.from_dict(GLM_5_3), load_recipe("glm-5.3-2.75bpw")
+    found = device_bytes(config, quantized(recipe))
+    assert found > 256 * 3 * 6144 * 2048 * 2 + 8 * 4 * 16384**2 and found > device_bytes(config, recipe)
+    assert host_bytes(10**9, config, quantized(recipe)) >= host_bytes(10**9, config, recipe)
 
 
 def test_what_is_shipped_was_extrapolated_by_this_code() -> None:
