@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from keys35.calibration.solve import ridge_fit
+from keys35.precision import whole_products
 
 RIDGES = (0.03, 0.1, 0.3, 1.0, 3.0)  # shares of the mean diagonal that hold a fit near the source's weights
 LEAST_ROWS = 0.25  # per feature: with fewer there is nothing to fit
@@ -26,10 +27,11 @@ class PairedInputs:
             size = found.shape[1]
             self._sums = [(found.new_zeros(size, size), found.new_zeros(size, size)) for _ in range(2)]
         self.rows += len(found)
-        for side, (gram, cross) in zip((half, ~half), self._sums, strict=True):
-            q = found[side]
-            gram += q.T @ q
-            cross += q.T @ (source[side] - q)
+        with whole_products():  # a forward pass that is watched may be in short ones
+            for side, (gram, cross) in zip((half, ~half), self._sums, strict=True):
+                q = found[side]
+                gram += q.T @ q
+                cross += q.T @ (source[side] - q)
 
     def hessian(self) -> Tensor:
         """Mean of q q^T over all rows, float32 (in, in)."""
