@@ -18,25 +18,30 @@ from keys35.stages.workers import Workers, final_task, open_workers
 APART = AHEAD + 1  # places from layer to layer: one begins when the layer before is finished
 
 
-def quantize_in_order(job: Job, progress: Progress, workers: Workers) -> None:
-    """Encode every linear on what the linears encoded before it give; a layer's experts are shared out."""
+def quantize_in_order(
+    job: Job, progress: Progress, workers: Workers, allocation: dict[int, list[float]] | None = None
+) -> None:
+    """Encode every linear on what the linears encoded before it give; a layer's experts are shared out.
+
+    allocation: layer -> width of each expert, in a work directory of its own; without it the one that was allocated.
+    """
 
     def finished(place: int) -> None:
         prefix_rows_file(job, place // APART).unlink(missing_ok=True)
 
     shelf = Shelf(job)
     with open_workers(job, workers, shelf) as pool:
-        carry_out(job, "quantize", list(_steps(job, shelf)), pool, progress, finished,
-                  sum(prefix_bytes(job.config, job.recipe)))
+        steps = list(_steps(job, shelf, allocation or load_allocation(job)))
+        carry_out(job, "quantize", steps, pool, progress, finished, sum(prefix_bytes(job.config, job.recipe)))
     for layer in job.config.layers:
         prefix_states_file(job, layer).unlink(missing_ok=True)
     for layer in job.config.mtp_layers:
         rows_file(job, layer).unlink(missing_ok=True)  # which the measurement left
 
 
-def _steps(job: Job, shelf: Shelf) -> Iterator[Step]:
+def _steps(job: Job, shelf: Shelf, allocation: dict[int, list[float]]) -> Iterator[Step]:
     """Layer by layer its dense linears, its experts' units, and the states that it gives the next one."""
-    allocation, windows = load_allocation(job), left(calibration_windows(job), dropped_anywhere(job))["fit"]
+    windows = left(calibration_windows(job), dropped_anywhere(job))["fit"]
     widths = allocation | {layer: [job.recipe.mtp.bits] * job.experts for layer in job.config.mtp_layers}
 
     def alone(act: Callable[..., None], layer: int) -> Callable[[], None]:

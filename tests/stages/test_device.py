@@ -8,8 +8,11 @@ import torch
 from small import digest, small_recipe
 
 from keys35.progress import Progress
+from keys35.stages.capture import calibration_windows
 from keys35.stages.job import open_job
 from keys35.stages.pipeline import run
+from keys35.stages.prefix import encode_behind_prefix
+from keys35.stages.units import dense_unit
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,3 +40,23 @@ def test_two_runs_on_a_gpu_write_the_same_bytes_and_judge_as_the_cpu_does(source
               for name in ("first", "cpu")]
     for ours, theirs in zip(*errors, strict=True):
         assert ours["mean"] == pytest.approx(theirs["mean"], rel=0.02)
+
+
+def behind_prefix(source: Path, root: Path, backend: str) -> tuple[dict[str, str], list[float]]:
+    """The first layers of a job behind the quantized prefix, all of it on a GPU; files, and proxy errors of layer 0."""
+    recipe = small_recipe(encoder={"prefix": "quantized", "backend": backend})
+    with open_job(source, recipe, root / "work") as job:
+        if backend == "cpu":
+            encode_behind_prefix(job, 0, calibration_windows(job)["fit"], {})
+        else:
+            run(job, root / "out", Progress(job.work), tp=1)
+        errors = job.work.require(dense_unit(0))["data"]["proxy_error"]
+    return digest(root / "out"), [errors[name] for name in sorted(errors)]
+
+
+def test_a_quantized_prefix_repeats_on_a_gpu_and_encodes_as_on_the_cpu(source, tmp_path) -> None:
+    (first, ours), (second, _) = (behind_prefix(source, tmp_path / name, "cuda") for name in ("first", "second"))
+    made = {name for name in first if name.endswith((".safetensors", ".json")) and "MAKING" not in name}
+    assert made and {name: first[name] for name in made} == {name: second[name] for name in made}
+    _, theirs = behind_prefix(source, tmp_path / "cpu", "cpu")
+    assert ours == pytest.approx(theirs, rel=0.05)

@@ -109,12 +109,14 @@ def test_a_dropped_window_is_named(windows, one_bad):
         assert any(f"{item['split']} window {item['window']} ({item['domain']}) was dropped" in w for w in warnings)
 
 
-def test_it_enters_no_statistic(windows, one_bad, tmp_path):
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("cuda", marks=[
+    pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")])])
+def test_it_enters_no_statistic(windows, one_bad, tmp_path, backend):
     """Rows, routing and Hessians are those of the other windows, by arithmetic of their own."""
     source, token, _ = one_bad
     kept = {split: part.only([n for n in range(len(part)) if n not in with_token(part, token)])
             for split, part in windows.items()}
-    with open_job(source, RECIPE, tmp_path / "work") as job:
+    with open_job(source, small_recipe(**CHANGES, encoder={"backend": backend}), tmp_path / "work") as job:
         sealed = calibration_windows(job)
         for layer in (0, 1):
             capture(job, job.store, layer, sealed)()
