@@ -47,9 +47,9 @@ class Experts(_Section):
         True, description="a random mix where held-out text says that experts' costs mislead, or domains are missing"
     )
     measure: Literal["encoded", "predicted"] = Field(
-        "encoded", description="encode every expert to learn its costs, or a sample, and predict the others' by energy"
+        "encoded", description="encode every expert to learn its costs, or simulate encodings and check a sample"
     )
-    sample: int = Field(16, ge=1, description="a predicted measurement encodes one expert in so many of each layer")
+    sample: int = Field(64, ge=1, description="a predicted measurement encodes one expert in so many of each layer")
     group: int = Field(8, ge=1, description="experts per unit of work")
 
     @field_validator("widths")

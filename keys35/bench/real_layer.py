@@ -12,7 +12,7 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from keys35.stages.projection import project
 from keys35.stages.quantize import quantize
 from keys35.stages.units import expert_units
 
-KINDS = ("reading", "forward", "Hessians", "encode", "judging", "writing")
+KINDS = ("reading", "forward", "Hessians", "encode", "judging", "writing", "simulation")
 SAMPLE = 12
 
 
@@ -47,7 +47,10 @@ def recipe_of(options: argparse.Namespace, text: Path) -> Recipe:
     """GLM-5.3's recipe on the slice's own text."""
     return Recipe.model_validate({
         "name": "real-layer",
-        "experts": {"widths": [2, 3, 4], "bits": 2.75, "group": options.group},
+        "experts": {
+            "widths": [2, 3, 4], "bits": 2.75, "group": options.group,
+            "measure": "predicted" if options.predicted else "encoded",
+        },
         "dense": {"bits": 5},
         "calibration": {
             "set": str(text), "window": options.window, "sensitivity_windows": 4, "states": "bfloat16",
@@ -110,18 +113,20 @@ def figures(job: Job) -> dict[str, Any]:
         if event["event"] == "staged":
             stages[event["stage"]] += event["seconds"]
     timed = [event["seconds"] for event in events if isinstance(event.get("seconds"), dict)]
-    kinds = {kind: sum(unit.get(kind, 0.0) for unit in timed) for kind in KINDS}
+    kinds = {kind: spent for kind in KINDS if (spent := sum(unit.get(kind, 0.0) for unit in timed))}
     units = [event for event in events if event["event"] == "experts-time"]
     layer = sum(stages[stage] for stage in ("measure", "allocate", "quantize"))
     whole = layer + stages["assemble"] + stages["check"]
     receipts = [job.work.require(unit.name)["data"] for unit in expert_units(job, 0)]
-    weights = job.experts * 3 * job.config.hidden_size * job.config.moe_intermediate_size
+    expert = 3 * job.config.hidden_size * job.config.moe_intermediate_size
     widths = job.recipe.experts.widths
-    encode = sum(unit["seconds"]["encode"] for unit in units)
+    encode = sum(unit["seconds"].get("encode", 0.0) for unit in units)
+    encodings = sum(unit["encodings"] for unit in units)
     checked = next(event for event in reversed(events) if event["event"] == "checked")
     return {
-        "weights": weights,
+        "weights": job.experts * expert,
         "widths": list(widths),
+        "measure": job.recipe.experts.measure,
         "tokens": {"fit": _tokens(job, "fit"), "selection": _tokens(job, "selection")},
         "seconds": {kind: round(value, 2) for kind, value in kinds.items()},
         "other_seconds": round(layer - sum(kinds.values()), 2),
@@ -130,14 +135,19 @@ def figures(job: Job) -> dict[str, Any]:
         "with_assembly_and_check_seconds": round(whole, 2),
         "encoder_share_of_layer": round(kinds["encode"] / layer, 4),
         "encoder_share_with_assembly_and_check": round(kinds["encode"] / whole, 4),
-        "encode_mws_a_width": round(weights * len(widths) / encode / 1e6, 2),
+        "encode_mws_a_width": round(expert * encodings / encode / 1e6, 2),
         "peak_device_bytes": max((unit.get("peak_device_bytes", 0) for unit in timed), default=0),
         "peak_host_bytes": max(event["host"] for event in events if event["event"] == "staged"),
         "rows_gini": round(_gini([rows for receipt in receipts for rows in receipt["fit_rows"]]), 3),
-        "proxy_error": {str(w): float(np.mean([r["proxy_error"][str(w)] for r in receipts])) for w in widths},
+        "proxy_error": {str(w): _mean(error for r in receipts for error in r["proxy_error"][str(w)]) for w in widths},
         "interruptions": sum(event["event"] == "started" for event in events) - 1,
         "check": {key: checked[key] for key in ("findings", "mean")},
     }
+
+
+def _mean(errors: Iterable[list[float] | None]) -> float:
+    """Over the experts and projections that were encoded."""
+    return float(np.mean([error for error in errors if error is not None]))
 
 
 def _tokens(job: Job, split: str) -> int:
@@ -180,6 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--selection", type=int, default=24, help="windows that judge")
     parser.add_argument("--group", type=int, default=32, help="experts per unit of work")
     parser.add_argument("--low-memory", action="store_true")
+    parser.add_argument("--predicted", action="store_true", help="simulate encodings, and encode what is chosen")
     parser.add_argument("--out", type=Path, default=Path("reports/benchmarks/real-layer-h200.json"))
     options = parser.parse_args(arguments)
     options.shape = Shape(options.experts, options.hidden, options.intermediate, options.heads)

@@ -10,6 +10,7 @@ import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -60,14 +61,20 @@ class LinearJob:
 
 
 @dataclass(frozen=True)
-class _Prepared:
-    """A job with everything its widths share."""
+class Prepared:
+    """A job with everything its widths share, on the backend's device; weight and Hessian are padded."""
 
     job: LinearJob
     home: torch.device
-    target: Target
+    weight: Tensor
+    hessian: Tensor
     split: Regularised
     factor: HessianFactor
+    sigma_reg: float
+
+    @cached_property
+    def target(self) -> Target:
+        return Target.of(self.weight, self.split.exponent, self.hessian, self.sigma_reg)
 
 
 def encode_group(
@@ -85,27 +92,38 @@ def encode_group(
     """
     for bits in widths:
         symbol_bits(bits)  # refuses a width that EXL3 does not have
-    for job in jobs:
-        _check_shapes(job, hessians)
     prepare(options.backend, frozenset(widths))
-    device = backend_device(options.backend)
     results = {}
     with torch.inference_mode(), whole_products():
-        for stack in _stacks(jobs, options.stack_elements):
-            homes = [job.weight.device for job in stack]
-            stack = [replace(job, weight=job.weight.to(device)) for job in stack]
-            padded = _padded_hessians(stack, hessians)
-            prepared = [_prepare(*pair, padded, options, seed) for pair in zip(stack, homes, strict=True)]
+        for prepared in prepared_stacks(jobs, hessians, options, seed):
             for bits in widths:
                 results.update(_encode_stack(prepared, float(bits), options))
     return results
 
 
+def prepared_stacks(
+    jobs: Sequence[LinearJob], hessians: Mapping[str, Tensor], options: EncodeOptions, seed: int
+) -> Iterator[list[Prepared]]:
+    """Jobs of one shape, ready to be rounded, a stack at a time; raises EncodeError as `encode_group` does."""
+    for job in jobs:
+        _check_shapes(job, hessians)
+    device = backend_device(options.backend)
+    for stack in _stacks(jobs, options.stack_elements):
+        homes = [job.weight.device for job in stack]
+        stack = [replace(job, weight=job.weight.to(device)) for job in stack]
+        padded = _padded_hessians(stack, hessians)
+        yield [_prepare(*pair, padded, options, seed) for pair in zip(stack, homes, strict=True)]
+
+
+def named_generator(seed: int, name: str, device: torch.device | str = "cpu") -> torch.Generator:
+    """Random numbers that depend on the seed, the name and the kind of device alone."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "little"))
+
+
 def sign_vector(seed: int, name: str, size: int, device: torch.device) -> Tensor:
     """Random signs, float32 (size,), that depend on the seed and the name alone."""
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-    return (torch.randint(0, 2, (size,), generator=generator) * 2.0 - 1.0).to(device)
+    return (torch.randint(0, 2, (size,), generator=named_generator(seed, name)) * 2.0 - 1.0).to(device)
 
 
 def _check_shapes(job: LinearJob, hessians: Mapping[str, Tensor]) -> None:
@@ -177,7 +195,7 @@ def _prepare(
     hessians: Mapping[str, Tensor | None],
     options: EncodeOptions,
     seed: int,
-) -> _Prepared:
+) -> Prepared:
     _check_values(job)
     weight = _pad(job.weight, _padded_shape(job.weight))
     k, n = weight.shape
@@ -190,12 +208,11 @@ def _prepare(
     if factor.fallback:
         log.warning("%s: no usable Hessian, encoded for the least squared error", job.name)
         hessian = torch.eye(k, device=weight.device)
-    target = Target.of(weight, split.exponent, hessian, options.sigma_reg)
-    return _Prepared(job, home, target, split, factor)
+    return Prepared(job, home, weight, hessian, split, factor, options.sigma_reg)
 
 
 def _encode_stack(
-    prepared: Sequence[_Prepared], bits: float, options: EncodeOptions
+    prepared: Sequence[Prepared], bits: float, options: EncodeOptions
 ) -> dict[tuple[str, float], EncodedLinear]:
     weights = torch.stack([item.split.rotated for item in prepared])
     feedbacks = [item.factor.feedback for item in prepared]
@@ -206,7 +223,7 @@ def _encode_stack(
     }
 
 
-def _finish(item: _Prepared, states: Tensor, scales: Tensor, bits: float, rounds: int) -> EncodedLinear:
+def _finish(item: Prepared, states: Tensor, scales: Tensor, bits: float, rounds: int) -> EncodedLinear:
     split = item.split
     trellis = pack(states, bits)
     su = split.su / scales.repeat_interleave(BLOCK)

@@ -12,6 +12,11 @@ _TILE_SCALE = {
     **{4.0: 0.92, 5.0: 0.88, 6.0: 0.84, 7.0: 0.82, 8.0: 0.80},
 }
 
+_ROUNDING_ERROR = {
+    **{1.0: 0.27296, 1.5: 0.13700, 2.0: 0.06844, 2.5: 0.03456, 3.0: 0.01744, 3.5: 0.00882},
+    **{4.0: 0.004456, 5.0: 0.001142, 6.0: 0.0002965, 7.0: 7.88e-5, 8.0: 2.05e-5},
+}
+
 _MARGIN = 0.98  # tiles of a matrix are not all alike, and a scale too large costs more than one too small
 _SMALLEST = 2.0**-24  # the least positive fp16
 
@@ -21,15 +26,26 @@ def best_scale(bits: float) -> float:
     return _TILE_SCALE[float(bits)]
 
 
+def rounding_error(bits: float) -> float:
+    """The mean square error that the search leaves of Gaussian tiles of variance 1 at their best scale."""
+    return _ROUNDING_ERROR[float(bits)]
+
+
 def tile_scale(span: Tensor, feedback: Tensor | None, bits: float) -> Tensor:
     """The factor that brings float32 rows (r, n) to the scale that codes best; 1 for rows of zeros.
 
     feedback: (r, r), what the errors of these rows will still add to one another, or None.
     """
+    power = tile_power(span, feedback, bits)
+    return torch.where(power > 0, _MARGIN * best_scale(bits) * power.rsqrt(), torch.ones_like(power))
+
+
+def tile_power(span: Tensor, feedback: Tensor | None, bits: float) -> Tensor:
+    """The mean square of what will be rounded for float32 rows (r, n): they and the errors handed on to them."""
     power = span.square().mean(-1).mean()
     if feedback is not None:
         power = power * (1 + 1.1 * 4.0**-bits * feedback.square().sum(-1).sum() / len(feedback))
-    return torch.where(power > 0, _MARGIN * best_scale(bits) * power.rsqrt(), torch.ones_like(power))
+    return power
 
 
 @dataclass(frozen=True)

@@ -107,8 +107,9 @@ def show_allocation(console: Console, allocation: dict) -> None:
     console.print(f"Costs from two halves of the held-out text: rank correlation {choice['correlation']:.2f}; widths "
                   f"from one half gain on the other, over a random mix: {gains or 'not compared'}.", soft_wrap=True)
     if checked := allocation["predicted"]:
-        console.print(f"Costs were predicted from energies: rank correlation {checked['rank_correlation']:.2f} with "
-                      f"those measured of the {count(checked['experts'], 'expert')} that were encoded.", soft_wrap=True)
+        console.print(f"Costs are of simulated encodings: rank correlation {checked['rank_correlation']:.2f} with the "
+                      f"{count(checked['experts'], 'expert')} that were encoded, {checked['apart']:.0%} apart.",
+                      soft_wrap=True)
     if allocation["warning"]:
         console.print(f"[bold red]warning[/bold red] {escape(allocation['warning'])}", soft_wrap=True)
 

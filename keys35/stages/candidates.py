@@ -19,7 +19,7 @@ from keys35.stages.units import (
     expert_units,
     final_units,
     load_recorded,
-    sampled,
+    weighed,
 )
 
 GROUPS_IN_MEMORY = 4
@@ -40,8 +40,8 @@ class Candidates:
         self._held: dict[tuple[ExpertUnit, int], dict[str, Tensor]] = {}
 
     def hold(self, width: int) -> None:
-        """Read all of the layer that is encoded at one width now, several files at a time, and keep it in memory."""
-        units = [unit for unit in expert_units(self._job, self._layer) if sampled(self._job, unit)]
+        """Read the whole layer at one width now, several files at a time, and keep it in memory."""
+        units = expert_units(self._job, self._layer)
         with ThreadPoolExecutor(READERS) as pool:
             groups = pool.map(lambda unit: self._load(unit, width), units)
             self._held |= {(unit, width): group for unit, group in zip(units, groups, strict=True)}
@@ -105,6 +105,28 @@ class MixStore(WeightStore):
             matrix = decode_weight(*parts)[: rule.in_features, : rule.out_features]
             matrices[rule.module.split(".", 3)[3]] = matrix
         return matrices
+
+
+class Simulated(Mapping[str, Tensor]):
+    """Matrices (in, out) of a layer's simulated experts that are kept, float32 on the job's device when asked for.
+
+    By relative module name; raises ResumeError when a unit is missing or its file damaged.
+    """
+
+    def __init__(self, job: Job, layer: int):
+        self._device = job.device
+        units = [unit for unit in expert_units(job, layer) if weighed(job, unit)]
+        stored = [load_recorded(job, unit.name, unit.simulated_file(job)) for unit in units]
+        self._parts = {name.split(".", 3)[3]: part for tensors in stored for name, part in tensors.items()}
+
+    def __getitem__(self, module: str) -> Tensor:
+        return self._parts[module].to(self._device).float()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
 
 
 class _Decoded(Mapping[str, Tensor]):

@@ -56,8 +56,8 @@ def read_measured(job: Job, half: int | None = None) -> Measured:
     Raises ResumeError naming the first unit that is missing.
     """
     layers = tuple(job.config.moe_layers)
-    known, energies = zip(*(_of_layer(job, layer, half) for layer in layers), strict=True)
-    errors = [_completed(*of_layer) for of_layer in zip(known, energies, _lost(known, energies), strict=True)]
+    known, energies, simulated = zip(*(_of_layer(job, layer, half) for layer in layers), strict=True)
+    errors = [_completed(*of_layer) for of_layer in zip(known, simulated, _ratios(known, simulated), strict=True)]
     receipt = job.work.receipt(SENSITIVITY)
     if receipt is None:
         raise _unmeasured(job, SENSITIVITY)
@@ -66,9 +66,10 @@ def read_measured(job: Job, half: int | None = None) -> Measured:
     return Measured(layers, job.recipe.experts.widths, tuple(errors), tuple(energies), alpha, share / share.sum())
 
 
-def _of_layer(job: Job, layer: int, half: int | None) -> tuple[Errors, np.ndarray]:
-    """Errors (widths, domains) of a layer's experts, None where not encoded; energies (experts, domains)."""
-    errors, energies = [], []
+def _of_layer(job: Job, layer: int, half: int | None) -> tuple[Errors, np.ndarray, np.ndarray]:
+    """Errors (widths, domains) of a layer's experts, None where not encoded; energies and simulated errors (experts,
+    domains), of which a full measurement has none."""
+    errors, energies, simulated = [], [], []
     for unit in expert_units(job, layer):
         receipt = job.work.receipt(unit.name)
         if receipt is None:
@@ -76,31 +77,35 @@ def _of_layer(job: Job, layer: int, half: int | None) -> tuple[Errors, np.ndarra
         data = receipt["data"]
         if half is None:
             errors, energies = errors + data["error"], energies + data["energy"]
+            simulated += data.get("simulated", [])
         else:
             errors += [by_half and by_half[half] for by_half in data["error_by_half"]]
             energies += [by_half[half] for by_half in data["energy_by_half"]]
-    return errors, np.asarray(energies, dtype=np.float64)
+            simulated += [by_half[half] for by_half in data.get("simulated_by_half", [])]
+    return errors, np.asarray(energies, dtype=np.float64), np.asarray(simulated, dtype=np.float64)
 
 
-def _lost(known: Sequence[Errors], energies: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """(widths,) per layer: what share of its energy a layer's encoded experts lost at each width.
+def _ratios(known: Sequence[Errors], simulated: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """(widths,) per layer: errors of its encoded experts at each width to their simulated ones.
 
-    A few experts say little of their layer, and layers lose about alike: the fewer they are, the more the mean over
-    the layers counts, as POOL experts more would.
+    A few experts say little of their layer, and layers are about alike: the fewer they are, the more the mean over the
+    layers counts, as POOL experts more would.
     """
-    lost, counts = [], []
-    for errors, energy in zip(known, energies, strict=True):
+    ratios, counts = [], []
+    for errors, drawn in zip(known, simulated, strict=True):
         found = [number for number, error in enumerate(errors) if error is not None]
         sums = np.asarray([errors[number] for number in found], dtype=np.float64).sum(axis=(0, 2))
-        lost.append(sums / max(energy[found].sum(), np.finfo(float).tiny))
+        ratios.append(sums / max(drawn[found].sum(), np.finfo(float).tiny) if len(drawn) else np.ones_like(sums))
         counts.append(len(found))
-    mean = np.mean(lost, axis=0)
-    return [(count * own + POOL * mean) / (count + POOL) for own, count in zip(lost, counts, strict=True)]
+    mean = np.mean(ratios, axis=0)
+    return [(count * own + POOL * mean) / (count + POOL) for own, count in zip(ratios, counts, strict=True)]
 
 
-def _completed(errors: Errors, energy: np.ndarray, lost: np.ndarray) -> np.ndarray:
-    """(experts, widths, domains): where an error is not known, the energy times what such experts lose of theirs."""
-    result = energy[:, None, :] * lost[:, None]
+def _completed(errors: Errors, simulated: np.ndarray, ratios: np.ndarray) -> np.ndarray:
+    """(experts, widths, domains): where an error is not known, the simulated one times what such ones come to."""
+    if None not in errors:
+        return np.asarray(errors, dtype=np.float64)
+    result = simulated[:, None, :] * ratios[:, None]
     for number, error in enumerate(errors):
         if error is not None:
             result[number] = error
@@ -108,19 +113,21 @@ def _completed(errors: Errors, energy: np.ndarray, lost: np.ndarray) -> np.ndarr
 
 
 def prediction_check(job: Job) -> dict[str, float] | None:
-    """How well energy alone ranks the experts that a predicted measurement did encode; None if it is none.
+    """How well simulation ranks the experts that a predicted measurement did encode; None if it is none.
 
-    Each one is predicted from what the others lost: of the model, at the narrowest width, all domains together.
+    All domains together at the narrowest width, over the whole model. apart: how far errors over simulated ones lie
+    from their mean, a standard deviation as a share of it.
     """
     if job.recipe.experts.measure == "encoded":
         return None
     found = []
     for layer in job.config.moe_layers:
-        errors, energy = _of_layer(job, layer, None)
-        found += [(float(np.sum(e[0])), float(p.sum())) for e, p in zip(errors, energy, strict=True) if e is not None]
-    lost, power = np.array(found).T
-    others = (lost.sum() - lost) / np.maximum(power.sum() - power, np.finfo(float).tiny)
-    return {"experts": len(found), "rank_correlation": rank_correlation(lost, others * power)}
+        errors, _, drawn = _of_layer(job, layer, None)
+        found += [(float(np.sum(e[0])), float(s.sum())) for e, s in zip(errors, drawn, strict=True) if e is not None]
+    error, simulated = np.array(found).T
+    ratio = error / np.maximum(simulated, np.finfo(float).tiny)
+    return {"experts": len(found), "rank_correlation": rank_correlation(error, simulated),
+            "apart": float(ratio.std() / ratio.mean())}
 
 
 def _unmeasured(job: Job, unit: str) -> ResumeError:

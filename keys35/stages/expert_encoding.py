@@ -11,6 +11,7 @@ from keys35.calibration.correction import PairedInputs
 from keys35.calibration.statistics import MoeRows, expert_hessians, inner, row_weights
 from keys35.exl3.encode import LinearJob, encode_group
 from keys35.exl3.linear import EncodedLinear, decode_weight
+from keys35.exl3.simulate import simulate_group
 from keys35.glm.names import PROJECTIONS
 from keys35.stages.job import Job
 from keys35.stages.spans import Spans
@@ -86,6 +87,28 @@ def encode_weights(
             wanted = [replace(item, weight=targets[expert][width]) for expert, item in downs.items()]
             encoded |= encode_group(wanted, hessians, [width], job.encode_options, job.recipe.seed)
     return encoded, facts
+
+
+def simulate_weights(
+    job: Job, layer: int, weights: dict[int, Weights], width: float, rows: LayerRows, spent: Spans
+) -> tuple[dict[int, Weights], dict[int, tuple[int, float]]]:
+    """Experts as `encode_weights` would leave them at a width, without the search; and the same facts of each."""
+    with spent("Hessians"):
+        jobs, hessians, facts = _encoder_input(job, layer, weights, rows)
+
+    def simulated(items: Sequence[LinearJob]) -> dict[str, Tensor]:
+        with spent("simulation"):
+            return simulate_group(items, hessians, width, job.encode_options, job.recipe.seed)
+
+    lossy, found = simulated([*jobs[0::3], *jobs[1::3]]), {}
+    for (expert, parts), down in zip(weights.items(), jobs[2::3], strict=True):
+        pair = tuple(lossy.pop(name) for name in expert_names(layer, expert)[:2])
+        if job.recipe.encoder.compensate:
+            with spent("Hessians"):
+                [wanted] = corrected_downs(rows.fit, expert, parts, {width: pair}, job.recipe.calibration).values()
+                down = replace(down, weight=wanted)
+        found[expert] = *pair, simulated([down])[down.name]
+    return found, facts
 
 
 def _corrected(

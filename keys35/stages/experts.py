@@ -8,13 +8,13 @@ from pathlib import Path
 from torch import Tensor
 
 from keys35.files.ahead import Ahead
-from keys35.files.atomic import Saved
-from keys35.stages.expert_encoding import LayerRows, PrefixRows, Weights, encode_weights, expert_names
+from keys35.files.atomic import Saved, save_tensors
+from keys35.stages.expert_encoding import LayerRows, PrefixRows, Weights, encode_weights, expert_names, simulate_weights
 from keys35.stages.job import Job
-from keys35.stages.judging import Judged, judge
+from keys35.stages.judging import Judged, decoded, judge
 from keys35.stages.spans import Spans
 from keys35.stages.unit_files import UnitFiles
-from keys35.stages.units import ExpertUnit, sampled
+from keys35.stages.units import ExpertUnit, is_predicted, middle_width, sampled, weighed
 
 Batch = tuple[int, tuple[int, ...]]  # a layer and some of its experts
 Reader = Ahead[dict[int, list[Tensor]]]
@@ -26,22 +26,26 @@ def encode_experts(
 ) -> None:
     """Encode a group at each width and commit what it costs; save one file for each width of `keep`.
 
-    The receipt has what `judging.Judged` says, a list of experts for each; what a predicted measurement does not encode
-    has an energy only.
+    The receipt has what `judging.Judged` says, a list of experts for each. A predicted measurement simulates them all,
+    at one width, and encodes a few.
     A GPU takes a batch of the group at a time: the next one's weights are read, and the last one's encodings written,
     while it works; behind the last batch the first one of the `following` unit is read.
     """
     spent, chosen = Spans(job.device), sampled(job, unit)
     after = _first_batch(job, following) if following else None
-    found, written = {}, {}
+    found, simulated, written = {}, {}, {}
+    if is_predicted(job, unit.layer):
+        then = _batches(job, unit.layer, chosen)[0] if chosen else after
+        simulated, written = _simulate_all(job, unit, rows, spent, reader, then)
     if chosen:
-        found, written = _encode_all(job, unit, chosen, widths, keep, rows, spent, reader, after)
-    with spent("judging"):
-        found |= {e: _look(job, unit.layer, e, rows) for e in unit.experts if e not in found}
-    held = {"held": {str(width): chosen for width in keep}}
-    data = _receipt(unit, widths, [found[expert] for expert in unit.experts]) | held
+        found, files = _encode_all(job, unit, chosen, widths, keep, rows, spent, reader, after)
+        written |= files
+    data = _receipt(unit, widths, [found.get(e) or simulated[e] for e in unit.experts])
+    data |= {"held": {str(width): chosen for width in keep}}
+    if simulated:
+        data |= _simulated_facts([simulated[e].judged for e in unit.experts])
     job.work.commit(unit.name, written, data)
-    job.work.log("experts-time", unit=unit.name, seconds=spent.facts())
+    _log(job, unit, spent, len(chosen) * len(widths))
 
 
 def encode_chosen(
@@ -61,6 +65,7 @@ def encode_chosen(
             data["proxy_error"][str(width)][data["experts"].index(expert)] = encoded.proxy_error[0]
     held = data["held"] | {str(width): list(experts) for width, experts in chosen.items()}
     job.work.commit(unit.name, files, data | {"held": held})
+    _log(job, unit, spent, sum(len(experts) for experts in chosen.values()))
 
 
 def encode_final(
@@ -79,7 +84,11 @@ def encode_final(
             "fit_rows": [e.fit_rows for e in in_order], "shrink": [e.shrink for e in in_order],
             "proxy_error": proxy, "fallback": sorted(name for e in in_order for name in e.fallback)}
     job.work.commit(unit.name, files, data)
-    job.work.log("experts-time", unit=unit.name, seconds=spent.facts())
+    _log(job, unit, spent, sum(len(experts) for experts in chosen.values()))
+
+
+def _log(job: Job, unit: ExpertUnit, spent: Spans, encodings: int) -> None:
+    job.work.log("experts-time", unit=unit.name, encodings=encodings, seconds=spent.facts())
 
 
 def _encode_all(
@@ -101,9 +110,28 @@ def _encode_all(
             return found, files.finish()
 
 
+def _simulate_all(
+    job: Job, unit: ExpertUnit, rows: LayerRows, spent: Spans, reader: Reader, after: Batch | None
+) -> tuple[dict[int, "Encoded"], dict[Path, str]]:
+    """A group's experts as an encoding at the middle width would be, batch by batch; and the file of some of them."""
+    found, kept = {}, {}
+    width, batches = middle_width(job.recipe)[1], _batches(job, unit.layer, unit.experts)
+    for batch, then in zip(batches, [*batches[1:], after], strict=True):
+        with spent("reading"):
+            weights = {expert: _on_device(job, parts) for expert, parts in reader.take(batch, then).items()}
+        lossy, facts = simulate_weights(job, unit.layer, weights, width, rows, spent)
+        with spent("judging"):
+            judged = judge(weights, lambda expert, _, lossy=lossy: lossy[expert], [width], rows)
+        found |= {expert: Encoded(*facts[expert], judged[expert], None, []) for expert in weights}
+        kept |= {name: part.bfloat16().cpu() for expert in weights if expert in weighed(job, unit)
+                 for name, part in zip(expert_names(unit.layer, expert), lossy[expert], strict=True)}
+    with spent("writing"):
+        return found, {unit.simulated_file(job): save_tensors(unit.simulated_file(job), kept)} if kept else {}
+
+
 @dataclass(frozen=True)
 class Encoded:
-    """What a receipt says of one expert; proxy errors are (widths, projections), None if it was not encoded.
+    """What a receipt says of one expert; proxy errors are (widths, projections), None if it was only simulated.
 
     judged: None if its rows are not to be looked at.
     """
@@ -123,10 +151,9 @@ def _batches(job: Job, layer: int, experts: Sequence[int]) -> list[Batch]:
     return [(layer, tuple(order[first : first + most])) for first in range(0, len(order), most)]
 
 
-def _first_batch(job: Job, unit: ExpertUnit) -> Batch | None:
-    """What encoding a unit begins with; None if none of its experts is to be encoded."""
-    chosen = sampled(job, unit)
-    return _batches(job, unit.layer, chosen)[0] if chosen else None
+def _first_batch(job: Job, unit: ExpertUnit) -> Batch:
+    """What measuring a unit begins with."""
+    return _batches(job, unit.layer, unit.experts if is_predicted(job, unit.layer) else sampled(job, unit))[0]
 
 
 class Shelf:
@@ -138,8 +165,7 @@ class Shelf:
 
     def expect(self, job: Job, unit: ExpertUnit) -> None:
         """Begin to read what a unit begins with."""
-        if batch := _first_batch(job, unit):
-            self.reader.begin(batch)
+        self.reader.begin(_first_batch(job, unit))
 
 
 def _read_batch(job: Job, pinned: bool, batch: Batch) -> dict[int, list[Tensor]]:
@@ -161,7 +187,7 @@ def _encode_batch(
         for width in files.widths:
             files.give(name, encoded[name, width])
     with spent("judging"):
-        judged = judge(layer, weights, encoded, widths, rows) if isinstance(rows, LayerRows) else {}
+        judged = judge(weights, decoded(layer, encoded), widths, rows) if isinstance(rows, LayerRows) else {}
     return {
         expert: Encoded(
             *facts[expert],
@@ -171,6 +197,12 @@ def _encode_batch(
         )
         for expert in weights
     }
+
+
+def _simulated_facts(found: Sequence[Judged]) -> dict[str, object]:
+    """Errors at the simulated width, by domain, then by half and domain."""
+    by_half = [[half[0] for half in judged.error_by_half] for judged in found]
+    return {"simulated": [judged.error[0] for judged in found], "simulated_by_half": by_half}
 
 
 def _receipt(unit: ExpertUnit, widths: Sequence[int], experts: Sequence[Encoded]) -> dict[str, object]:
@@ -189,10 +221,3 @@ def _receipt(unit: ExpertUnit, widths: Sequence[int], experts: Sequence[Encoded]
                         for i, width in enumerate(widths)},
         "fallback": sorted(name for e in experts for name in e.fallback),
     }
-
-
-def _look(job: Job, layer: int, expert: int, rows: LayerRows) -> Encoded:
-    """What can be said of an expert without encoding it."""
-    stored = _read_batch(job, job.device.type == "cuda", (layer, (expert,)))[expert]
-    judged = judge(layer, {expert: _on_device(job, stored)}, {}, [], rows)[expert]
-    return Encoded(len(rows.fit.of(expert)[0]), 0.0, judged, None, [])

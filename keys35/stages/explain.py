@@ -89,7 +89,7 @@ def sentences(found: Explanation) -> list[str]:
     for name, cost in found.cost.items():
         domains = ", ".join(f"{domain} {nats:.2e}" for domain, nats in found.by_domain[name].items())
         spread = found.error_se[name]
-        known = "predicted from its energy" if spread is None else f"error known to {spread:.0%}"
+        known = "predicted from a simulated encoding" if spread is None else f"error known to {spread:.0%}"
         lines.append(f"{name} bits cost {cost:.2e} nats of KL ({domains}), {known}.")
     if found.saving is not None and found.paid is not None:
         lines.append(f"The next wider width would save {found.saving:.2e} nats a bit; the least that was paid for "

@@ -1,6 +1,7 @@
 """What encoded experts cost: their squared error at the layer's output, on rows that nothing was fitted to."""
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,8 @@ from keys35.exl3.linear import EncodedLinear, decode_weight
 from keys35.glm.layer import gated_mlp
 from keys35.stages.expert_encoding import LayerRows, Weights, expert_names
 
-Encodings = Mapping[tuple[str, float], EncodedLinear]  # by module and width
+Lossy = Callable[[int, float], Weights]
+"""An expert's weights as they are at a width."""
 
 
 @dataclass(frozen=True)
@@ -29,36 +31,36 @@ class Judged:
     energy_by_half: list[list[float]]
 
 
-def judge(
-    layer: int, weights: Mapping[int, Weights], encoded: Encodings, widths: Sequence[float], rows: LayerRows
-) -> dict[int, Judged]:
-    """What each expert costs at each width; no widths: what can be said without an encoding.
+def decoded(layer: int, encoded: Mapping[tuple[str, float], EncodedLinear]) -> Lossy:
+    """Encodings, by module and width, decoded when they are asked for."""
 
-    All are asked of the device before any answer is waited for.
-    """
+    def lossy(expert: int, width: float) -> Weights:
+        parts = [encoded[name, width] for name in expert_names(layer, expert)]
+        gate, up, down = (decode_weight(p.trellis, p.suh, p.svh) for p in parts)
+        return gate, up, down
+
+    return lossy
+
+
+def judge(
+    weights: Mapping[int, Weights], lossy: Lossy, widths: Sequence[float], rows: LayerRows
+) -> dict[int, Judged]:
+    """What each expert costs at each width. All are asked of the device before any answer is waited for."""
     routed = {expert: rows.selection.of(expert) for expert in weights}
     counts = [len(index) for index, _ in routed.values()]
-    squares = [_squares(layer, e, weights[e], encoded, widths, rows, *routed[e]) for e in weights]
+    squares = [_squares(parts, (lossy(e, width) for width in widths), rows, *routed[e]) for e, parts in weights.items()]
     answers = torch.cat(squares, 1).cpu().split(counts, 1)
     places = torch.cat([index for index, _ in routed.values()]).cpu().split(counts)
     group = rows.domain.cpu() + rows.domains * rows.half.cpu()
     return {e: _judged(group, rows.domains, *found) for e, *found in zip(weights, places, answers, strict=True)}
 
 
-def _squares(
-    layer: int, expert: int, weights: Weights, encoded: Encodings, widths: Sequence[float], rows: LayerRows,
-    index: Tensor, router: Tensor,
-) -> Tensor:
+def _squares(exact: Weights, lossy: Iterable[Weights], rows: LayerRows, index: Tensor, router: Tensor) -> Tensor:
     """Of each of an expert's rows the energy, then the error at each width, float64 (1 + widths, n)."""
-    x = rows.selection.x[index].to(weights[0].device).float()
-    counts = router.to(x.device).double().square()
-    exact = apply_expert(x, weights)
-    squares = [counts * exact.double().square().sum(dim=1)]
-    for width in widths:
-        parts = [encoded[name, width] for name in expert_names(layer, expert)]
-        delta = apply_expert(x, tuple(decode_weight(p.trellis, p.suh, p.svh) for p in parts)) - exact
-        squares.append(counts * delta.double().square().sum(dim=1))
-    return torch.stack(squares)
+    x = rows.selection.x[index].to(exact[0].device).float()
+    counts, wanted = router.to(x.device).double().square(), apply_expert(x, exact)
+    deltas = itertools.chain([wanted], (apply_expert(x, parts) - wanted for parts in lossy))
+    return torch.stack([counts * delta.double().square().sum(dim=1) for delta in deltas])
 
 
 def _judged(group: Tensor, domains: int, where: Tensor, squares: Tensor) -> Judged:
@@ -75,7 +77,7 @@ def _judged(group: Tensor, domains: int, where: Tensor, squares: Tensor) -> Judg
         len(where),
         [(part.sum(0) / tokens.sum(0)).tolist() for part in lost],
         [(part / tokens.sum(0)).tolist() for part in spreads],
-        torch.stack([part / some for part in lost], 1).tolist() if lost else [],
+        torch.stack([part / some for part in lost], 1).tolist(),
         (power.sum(0) / tokens.sum(0)).tolist(),
         (power / some).tolist(),
     )

@@ -1,6 +1,6 @@
 """Measure: stream the model over calibration windows, encode every expert at every width, record what it costs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from keys35.engine.here import Here
@@ -9,10 +9,19 @@ from keys35.progress import Progress
 from keys35.stages.capture import calibration_windows, capture, rows_file
 from keys35.stages.experts import Shelf
 from keys35.stages.job import Job
-from keys35.stages.needs import encoded_bytes, hessian_bytes, rows_bytes, states_bytes
+from keys35.stages.needs import encoded_bytes, hessian_bytes, rows_bytes, simulated_bytes, states_bytes
 from keys35.stages.schedule import Step, carry_out
-from keys35.stages.sensitivity import conclude_sensitivity, middle_width, sensitivity_parts
-from keys35.stages.units import SENSITIVITY, capture_unit, expert_units, sensitivity_unit, unit_rules
+from keys35.stages.sensitivity import conclude_sensitivity, sensitivity_parts
+from keys35.stages.units import (
+    SENSITIVITY,
+    ExpertUnit,
+    capture_unit,
+    expert_units,
+    middle_width,
+    sampled,
+    sensitivity_unit,
+    unit_rules,
+)
 from keys35.stages.workers import Workers, experts_task, open_workers, sensitivity_task
 
 
@@ -45,8 +54,13 @@ def _steps(job: Job, shelf: Shelf | None) -> Iterator[Step]:
                    hessian_bytes(rule for rule in job.rules.values() if rule.layer == layer))
         for unit, kept in zip(units, encoded, strict=True):
             yield Step(f"layer {layer}: experts {unit.experts.start}+", layer, kept, experts_task(unit, widths, keep),
-                       encoded_bytes(unit_rules(job, unit), Role.EXPERT, keep), "experts")
+                       _bytes(job, unit, keep), "experts")
     behind = max(job.config.layers) + 2  # far enough that every layer's experts are finished
     for part in sensitivity_parts(windows["selection"], job.recipe):
         yield Step(f"layer weights: part {part}", behind, done(sensitivity_unit(part)), sensitivity_task(part))
     yield Step("layer weights", behind + 2, done(SENSITIVITY), partial(conclude_sensitivity, job, windows["selection"]))
+
+
+def _bytes(job: Job, unit: ExpertUnit, keep: Sequence[float]) -> int:
+    encodings = encoded_bytes(unit_rules(job, unit, sampled(job, unit)), Role.EXPERT, keep)
+    return encodings + simulated_bytes(job.config, len(unit.experts), job.recipe)

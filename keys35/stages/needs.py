@@ -14,6 +14,7 @@ from keys35.stages.states import WINDOWS_AT_ONCE_TOKENS
 
 FLOAT, BF16, INDEX = 4, 2, 4
 SCRATCH = 4_429_185_024  # of the tile search on 132 multiprocessors, at 4 bits, where it is largest
+WEIGHED = 16  # simulated experts of a layer that are enough to weigh it by
 ROWS_ON_DEVICE = 4 << 30  # beside what encoding takes: under 24 GiB together for GLM-5.3
 
 
@@ -56,20 +57,30 @@ def encoded_bytes(rules: Iterable[TensorRule], role: Role, widths: Sequence[int 
     return int(sum(exl3_bytes(rule, bits) for rule in rules if rule.role is role for bits in widths))
 
 
+def simulated_bytes(config: GlmConfig, experts: int, recipe: Recipe) -> int:
+    """What is kept of so many simulated experts of a layer, to weigh it by; nothing unless they are predicted."""
+    kept = min(experts, -(-experts * WEIGHED // config.n_routed_experts), WEIGHED)
+    one = 3 * config.hidden_size * config.moe_intermediate_size * BF16
+    return kept * one if recipe.experts.measure == "predicted" else 0
+
+
 def work_parts(rules: Sequence[TensorRule], config: GlmConfig, recipe: Recipe, keep: str) -> dict[str, int]:
     """What the work directory holds at its fullest, by kind."""
     widths, layers = recipe.experts.widths, len(config.moe_layers)
+    final = encoded_bytes(rules, Role.EXPERT, [recipe.experts.budget])
     candidates = encoded_bytes(rules, Role.EXPERT, widths)
-    if keep == "errors":  # the middle width, which weighs layers, and at most every expert once more as it is chosen
-        candidates = encoded_bytes(rules, Role.EXPERT, [widths[len(widths) // 2], recipe.experts.budget])
+    if recipe.experts.measure == "predicted":  # every expert as it is chosen, a sample as it was measured
+        candidates = final + candidates // min(recipe.experts.sample, config.n_routed_experts)
+    elif keep == "errors":  # the middle width, which weighs layers, and at most every expert once more as it is chosen
+        candidates = encoded_bytes(rules, Role.EXPERT, [widths[len(widths) // 2]]) + final
     states, rows = 2 * states_bytes(config, recipe), 2 * rows_bytes(config, recipe)
     if recipe.encoder.prefix == "quantized":
-        final = encoded_bytes(rules, Role.EXPERT, [recipe.experts.budget])  # beside what was measured
-        candidates += final if keep == "all" else 0
+        candidates += final if keep == "all" else 0  # beside what was measured
         behind = prefix_bytes(config, recipe)
         states, rows = max(states, behind[0]), max(rows, behind[1])
     return {
         "candidate encodings": candidates,
+        "simulated experts": layers * simulated_bytes(config, config.n_routed_experts, recipe),
         "dense linears and MTP experts": encoded_bytes(rules, Role.DENSE, [recipe.dense.bits])
         + encoded_bytes(rules, Role.MTP_EXPERT, [recipe.mtp.bits]),
         "Hessians": hessian_bytes(rules),

@@ -131,9 +131,13 @@ def _copies(config: GlmConfig) -> int:
     return last + sum(last - layer for layer in config.moe_layers)
 
 
-def encoder_passes(rules: Iterable[TensorRule], recipe: Recipe) -> Iterable[tuple[TensorRule, int]]:
-    """Linears and how often each is encoded: an expert at each candidate width, and behind a quantized prefix again."""
-    experts = len(recipe.experts.widths) + (recipe.encoder.prefix == "quantized")
+def encoder_passes(rules: Iterable[TensorRule], recipe: Recipe) -> Iterable[tuple[TensorRule, float]]:
+    """Linears and how often each is encoded: an expert at each candidate width, and behind a quantized prefix again.
+
+    Where costs are predicted a sample is encoded at all widths, and every expert once.
+    """
+    widths, again = len(recipe.experts.widths), recipe.encoder.prefix == "quantized"
+    experts = widths / recipe.experts.sample + 1 if recipe.experts.measure == "predicted" else widths + again
     widths = {Role.EXPERT: experts, Role.MTP_EXPERT: 1, Role.DENSE: 1, Role.CARRIED: 0}
     return ((rule, widths[rule.role]) for rule in rules if rule.quantized)
 

@@ -85,7 +85,8 @@ def _task(job: Job, unit: ExpertUnit, allocation: dict[int, list[int]]) -> Task 
 
 
 def _bytes(job: Job, unit: ExpertUnit) -> int:
-    """At most the candidates' bytes, exactly an MTP unit's."""
+    """At most the candidates' bytes, or the widest's where only the chosen ones are missing; exactly an MTP unit's."""
     if job.config.is_mtp(unit.layer):
         return encoded_bytes(unit_rules(job, unit), Role.MTP_EXPERT, [job.recipe.mtp.bits])
-    return encoded_bytes(unit_rules(job, unit), Role.EXPERT, job.recipe.experts.widths)
+    widths = job.recipe.experts.widths
+    return encoded_bytes(unit_rules(job, unit), Role.EXPERT, widths[-1:] if job.work.receipt(unit.name) else widths)

@@ -7,16 +7,17 @@ import torch
 from torch import Tensor
 
 from keys35.calibration.windows import Windows
+from keys35.glm.block import LayerWeights
 from keys35.glm.stream import Head
-from keys35.glm.weights import Keep, StoredLayer, WeightStore
+from keys35.glm.weights import Keep, Overlay, StoredLayer, WeightStore
 from keys35.recipe import Recipe
-from keys35.stages.candidates import Candidates
+from keys35.stages.candidates import Candidates, Simulated
 from keys35.stages.capture import READERS
 from keys35.stages.dropped import dropped_anywhere, left
 from keys35.stages.job import Job
 from keys35.stages.spans import Spans
 from keys35.stages.states import WINDOWS_AT_ONCE_TOKENS, States
-from keys35.stages.units import SENSITIVITY, expert_units, sampled, sensitivity_unit
+from keys35.stages.units import SENSITIVITY, expert_units, is_predicted, middle_width, sensitivity_unit, weighed
 
 LOGIT_ROWS = 256
 
@@ -42,17 +43,11 @@ def _at_once(recipe: Recipe) -> int:
     return max(1, WINDOWS_AT_ONCE_TOKENS // recipe.calibration.window)
 
 
-def middle_width(recipe: Recipe) -> tuple[int, int]:
-    """Index and value of the candidate width that layers are perturbed with."""
-    middle = len(recipe.experts.widths) // 2
-    return middle, recipe.experts.widths[middle]
-
-
 def propagate_part(job: Job, store: WeightStore, selection: Windows, part: int) -> None:
     """Record a part's KL per layer and domain, in nats summed over its tokens.
 
-    Copy l runs layer l with all its experts (those that were encoded) at the middle candidate width and everything else
-    unquantized, so its KL against the unperturbed copy is what that layer's real encoding error costs.
+    Copy l runs layer l with all its experts at the middle candidate width (a predicted measurement: with some that were
+    simulated) and everything else unquantized, so its KL against the unperturbed copy is what that error costs.
     """
     spent = Spans(job.device)
     windows, size = _windows(_whole(job, selection), job.recipe), _at_once(job.recipe)
@@ -79,9 +74,9 @@ def conclude_sensitivity(job: Job, selection: Windows) -> None:
         nats = sum(torch.tensor(part[str(layer)], dtype=torch.float64) for part in parts) / tokens
         error = torch.zeros(len(windows.domains), dtype=torch.float64)
         for unit in expert_units(job, layer):
-            known = [e for e in job.work.require(unit.name)["data"]["error"] if e is not None]
-            if known:
-                error += torch.tensor(known, dtype=torch.float64)[:, middle].sum(0)
+            data = job.work.require(unit.name)["data"]
+            known = data.get("simulated") or [of_expert[middle] for of_expert in data["error"]]
+            error += sum(torch.tensor(known[unit.experts.index(e)], dtype=torch.float64) for e in weighed(job, unit))
         kl[str(layer)] = nats.tolist()
         alpha[str(layer)] = (nats / error.clamp_min(torch.finfo(torch.float64).tiny)).tolist()
     data = {
@@ -109,32 +104,34 @@ def _propagate(
     copies: dict[int | None, States] = {None: start}
     for layer in range(job.config.num_hidden_layers):
         with spent("reading"):
-            weights, candidates = _read(job, store, layer, width)
+            weights, perturbed = _read(job, store, layer, width)
         if job.reads_ahead:
             coming.submit(job.source.prefetch, [rule.source for rule in job.rules.values() if rule.layer == layer + 1])
         with spent("forward"):
             entered = copies[None]
             copies = {name: advance(states, layer=layer, weights=weights) for name, states in copies.items()}
-            if candidates:
-                encoded = {expert for unit in expert_units(job, layer) for expert in sampled(job, unit)}
-                widths = [width if expert in encoded else None for expert in range(job.experts)]
-                perturbed = candidates.overlay(weights, widths)
+            if perturbed:
                 copies[layer] = advance(entered, layer=layer, weights=perturbed)
     coming.shutdown()
     return copies
 
 
-def _read(job: Job, store: WeightStore, layer: int, width: int) -> tuple[StoredLayer, Candidates | None]:
-    """A layer and its experts' encodings: in memory at once for a GPU, read when they are asked for on a CPU."""
+def _read(job: Job, store: WeightStore, layer: int, width: int) -> tuple[StoredLayer, LayerWeights | None]:
+    """A layer, and with perturbed experts if it has any: in memory at once for a GPU, read when asked for on a CPU."""
     weights = store.layer(layer, Keep.PACKED)
-    candidates = Candidates(job, layer) if layer in job.config.moe_layers else None
+    perturbed, hold = None, None
+    if layer in job.config.moe_layers and is_predicted(job, layer):
+        perturbed = Overlay(weights, Simulated(job, layer))
+    elif layer in job.config.moe_layers:
+        candidates = Candidates(job, layer)
+        perturbed, hold = candidates.overlay(weights, [width] * job.experts), partial(candidates.hold, width)
     if job.device.type == "cuda":
         with ThreadPoolExecutor(1) as beside:
-            holding = beside.submit(candidates.hold, width) if candidates else None
+            holding = beside.submit(hold) if hold else None
             weights.load(READERS)
         if holding:
             holding.result()
-    return weights, candidates
+    return weights, perturbed
 
 
 def _kl_by_domain(head: Head, windows: Windows, reference: States, copy: States) -> Tensor:

@@ -1,6 +1,6 @@
 """Units of work: their names, files and receipts. A unit is done or not; nothing in between survives a kill."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,9 @@ from torch import Tensor
 from keys35.errors import ResumeError
 from keys35.files.atomic import load_tensors
 from keys35.glm.names import PROJECTIONS, TensorRule
+from keys35.recipe import Recipe
 from keys35.stages.job import Job
+from keys35.stages.needs import WEIGHED
 
 CALIBRATION = "measure/calibration"
 SENSITIVITY = "measure/sensitivity"
@@ -33,6 +35,10 @@ class ExpertUnit:
     def file(self, job: Job, width: int) -> Path:
         """Where the group's encodings at one width are kept."""
         return job.work.path(self.folder, layer_name(self.layer), f"{self.experts.start:04d}-k{width}.safetensors")
+
+    def simulated_file(self, job: Job) -> Path:
+        """Where those of a predicted measurement's simulated experts are kept that layer weights perturb."""
+        return job.work.path(self.folder, layer_name(self.layer), f"{self.experts.start:04d}-simulated.safetensors")
 
 
 def layer_name(layer: int) -> str:
@@ -62,16 +68,33 @@ def by_width(unit: ExpertUnit, widths: Sequence[int]) -> dict[int, list[int]]:
 
 def sampled(job: Job, unit: ExpertUnit) -> list[int]:
     """Those of a unit's experts that `measure` encodes: all, or for a predicted measurement one in `experts.sample`."""
-    choice = job.recipe.experts
-    if choice.measure == "encoded" or job.config.is_mtp(unit.layer):
-        return list(unit.experts)
-    step = min(choice.sample, job.experts)
+    return _spread(unit, min(job.recipe.experts.sample, job.experts) if is_predicted(job, unit.layer) else 1)
+
+
+def weighed(job: Job, unit: ExpertUnit) -> list[int]:
+    """Those of a unit's experts that layer weights perturb: all, or some of those that are only simulated."""
+    return _spread(unit, -(-job.experts // WEIGHED) if is_predicted(job, unit.layer) else 1)
+
+
+def _spread(unit: ExpertUnit, step: int) -> list[int]:
     return [expert for expert in unit.experts if expert % step == unit.layer % step]
 
 
-def unit_rules(job: Job, unit: ExpertUnit) -> list[TensorRule]:
-    """The linears of a group of experts."""
-    names = [f"model.layers.{unit.layer}.mlp.experts.{e}.{leaf}.weight" for e in unit.experts for leaf in PROJECTIONS]
+def is_predicted(job: Job, layer: int) -> bool:
+    """Whether `measure` simulates a layer's experts and encodes a sample only."""
+    return job.recipe.experts.measure == "predicted" and not job.config.is_mtp(layer)
+
+
+def middle_width(recipe: Recipe) -> tuple[int, int]:
+    """Index and value of the candidate width that layers are perturbed with, and experts simulated at."""
+    middle = len(recipe.experts.widths) // 2
+    return middle, recipe.experts.widths[middle]
+
+
+def unit_rules(job: Job, unit: ExpertUnit, experts: Iterable[int] | None = None) -> list[TensorRule]:
+    """The linears of a group of experts, or of some of them."""
+    chosen = unit.experts if experts is None else experts
+    names = [f"model.layers.{unit.layer}.mlp.experts.{e}.{leaf}.weight" for e in chosen for leaf in PROJECTIONS]
     return [job.rules[name] for name in names]
 
 

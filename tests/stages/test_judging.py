@@ -7,7 +7,7 @@ from keys35.calibration.statistics import MoeRows
 from keys35.exl3.encode import EncodeOptions, LinearJob, encode_group
 from keys35.exl3.linear import decode_weight
 from keys35.stages.expert_encoding import LayerRows, expert_names
-from keys35.stages.judging import judge
+from keys35.stages.judging import decoded, judge
 
 D, F, T, WIDTHS = 128, 128, 40, [2, 4]
 
@@ -33,7 +33,7 @@ def output(x, parts):
 
 def test_every_figure_is_the_sum_it_says_it_is(layer):
     rows, weights, encoded = layer
-    found = judge(1, weights, encoded, WIDTHS, rows)
+    found = judge(weights, decoded(1, encoded), WIDTHS, rows)
     assert found[3].rows == 0 and found[3].error == [[0.0] * 3] * 2 and found[3].energy == [0.0] * 3
     for expert in (0, 2):
         lossy = [[decode_weight(p.trellis, p.suh, p.svh) for p in (encoded[n, w] for n in expert_names(1, expert))]
@@ -61,9 +61,7 @@ def test_every_figure_is_the_sum_it_says_it_is(layer):
                 assert judged.energy_by_half[h][d] == pytest.approx(float(part[0]), rel=1e-4)
 
 
-def test_an_expert_alone_is_judged_as_among_others_and_without_widths_only_its_energy(layer):
+def test_an_expert_alone_is_judged_as_among_others(layer):
     rows, weights, encoded = layer
-    together = judge(1, weights, encoded, WIDTHS, rows)
-    assert judge(1, {2: weights[2]}, encoded, WIDTHS, rows)[2] == together[2]
-    alone = judge(1, {2: weights[2]}, {}, [], rows)[2]
-    assert alone.energy == together[2].energy and alone.rows == together[2].rows and alone.error == []
+    together = judge(weights, decoded(1, encoded), WIDTHS, rows)
+    assert judge({2: weights[2]}, decoded(1, encoded), WIDTHS, rows)[2] == together[2]

@@ -1,4 +1,4 @@
-"""A predicted measurement: a sample encoded, the rest by energy, and in the end the same encodings as a full one's."""
+"""A predicted measurement: all simulated, a sample encoded, and in the end the same encodings as a full one's."""
 
 import numpy as np
 import torch
@@ -7,7 +7,7 @@ from tiny import tiny_recipe
 from keys35.progress import Progress
 from keys35.stages.allocate import allocate, load_allocation
 from keys35.stages.candidates import Candidates, are_held
-from keys35.stages.costs import POOL, _completed, _lost, read_measured
+from keys35.stages.costs import POOL, _completed, _ratios, read_measured
 from keys35.stages.explain import explain, sentences
 from keys35.stages.job import open_job, resume_job
 from keys35.stages.measure import measure
@@ -23,7 +23,7 @@ def test_a_sample_is_encoded_and_everything_in_the_end(tmp_path, tiny):
         result = allocate(job)
         assert result["predicted"]["experts"] == 2  # one of each MoE layer
         told = [sentences(explain(job, 1, expert))[2] for expert in (0, 1)]
-        assert "predicted from its energy" in told[0] and "error known to" in told[1]
+        assert "predicted from a simulated encoding" in told[0] and "error known to" in told[1]
         quantize(job, Progress())
         chosen = load_allocation(job)
         assert are_held(job, chosen)
@@ -37,18 +37,18 @@ def test_a_sample_is_encoded_and_everything_in_the_end(tmp_path, tiny):
                     assert all(torch.equal(ours[part], theirs[part]) for part in theirs)
 
 
-def test_what_is_not_known_is_energy_times_what_the_known_lost():
-    energy = np.array([[1.0, 2.0], [4.0, 4.0], [2.0, 1.0]])
+def test_what_is_not_known_is_simulated_times_what_the_known_come_to():
+    simulated = np.array([[1.0, 2.0], [4.0, 4.0], [2.0, 1.0]])
     known = [[[0.5, 1.0], [0.1, 0.2]], None, [[1.0, 0.5], [0.2, 0.1]]]
-    [lost] = _lost([known], [energy])
-    assert np.allclose(lost, [0.5, 0.1])
-    found = _completed(known, energy, lost)
+    [ratios] = _ratios([known], [simulated])
+    assert np.allclose(ratios, [0.5, 0.1])
+    found = _completed(known, simulated, ratios)
     assert found[0].tolist() == known[0] and found[2].tolist() == known[2]
     assert np.allclose(found[1], [[2.0, 2.0], [0.4, 0.4]])
 
 
 def test_a_layer_with_few_encoded_experts_leans_on_the_others():
-    energy = np.ones((20, 1))
-    few, many = _lost([[[[0.9]], *[None] * 19], [[[0.1]]] * 20], [energy, energy])
+    simulated = np.ones((20, 1))
+    few, many = _ratios([[[[0.9]], *[None] * 19], [[[0.1]]] * 20], [simulated, simulated])
     assert np.allclose(few, (0.9 + POOL * 0.5) / (1 + POOL))
     assert np.allclose(many, (20 * 0.1 + POOL * 0.5) / (20 + POOL))

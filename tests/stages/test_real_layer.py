@@ -35,3 +35,11 @@ def test_a_slice_goes_through_every_stage_in_pieces(tmp_path: Path, monkeypatch:
     assert sum(found["seconds"].values()) < found["with_assembly_and_check_seconds"]
     errors = found["proxy_error"]
     assert errors["2"] > 2 * errors["3"] > 4 * errors["4"] > 0
+
+
+@pytest.mark.slow
+def test_a_predicted_measurement_goes_through_too(tmp_path: Path) -> None:
+    real_layer.main([str(tmp_path / "slice"), *SMALL, "--predicted", "--out", str(tmp_path / "out.json")])
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["measure"] == "predicted" and found["check"]["mean"] == "11/4" and found["seconds"]["simulation"] > 0
+    assert all(error > 0 for error in found["proxy_error"].values())
