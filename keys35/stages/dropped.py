@@ -5,6 +5,7 @@ layer on that spoiled them, and wherever a whole pass needs them. The receipt of
 that were dropped up to it.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,6 +15,8 @@ from keys35.errors import SourceError
 from keys35.stages.job import Job
 from keys35.stages.scan import broken_tensors
 from keys35.stages.units import capture_unit
+
+log = logging.getLogger(__name__)
 
 SPLITS = ("fit", "selection")
 MOST = 10  # one window in so many may be dropped, of each split
@@ -87,6 +90,7 @@ def drop(
                f"({job.work.path('calibration')} holds its tokens) and at the source")
         )
     job.work.log("dropped", windows=facts(new))
+    log.warning("layer %d is not finite in %s: dropped", layer, _named(windows, new))
     return total
 
 

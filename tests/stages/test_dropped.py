@@ -111,7 +111,7 @@ def test_a_dropped_window_is_named(windows, one_bad):
 
 @pytest.mark.parametrize("backend", ["cpu", pytest.param("cuda", marks=[
     pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")])])
-def test_it_enters_no_statistic(windows, one_bad, tmp_path, backend):
+def test_it_enters_no_statistic(windows, one_bad, tmp_path, backend, caplog):
     """Rows, routing and Hessians are those of the other windows, by arithmetic of their own."""
     source, token, _ = one_bad
     kept = {split: part.only([n for n in range(len(part)) if n not in with_token(part, token)])
@@ -123,6 +123,7 @@ def test_it_enters_no_statistic(windows, one_bad, tmp_path, backend):
         rows, receipt = layer_rows(job, 1, sealed), job.work.require("measure/capture/layer-001")["data"]
         stored = {layer: load_tensors(hessian_file(job, layer)) for layer in (0, 1)}
     assert [item["split"] for item in receipt["dropped"]] == ["fit", "selection"]
+    assert f"layer 0 is not finite in 1 of {FIT} fit windows" in caplog.text, "said at once"
     assert len(rows.fit.x) == (FIT - 1) * WINDOW and len(rows.selection.x) == (SELECTION - 1) * WINDOW
     assert torch.equal(rows.domain, kept["selection"].domain.repeat_interleave(WINDOW))
     assert rows.fit.x.isfinite().all() and all(h.isfinite().all() for found in stored.values() for h in found.values())
