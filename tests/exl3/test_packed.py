@@ -11,14 +11,15 @@ from torch import Tensor
 
 from keys35.errors import EncodeError
 from keys35.exl3.codebook import CODEBOOKS, marker_tensor
-from keys35.exl3.gpu.packed import BFLOAT16, HALF, PRODUCT, Product, Reconstruction
+from keys35.exl3.gpu.packed import BFLOAT16, HALF, PRODUCT, Cut, Product, Reconstruction
 from keys35.exl3.linear import decode_weight
 from keys35.exl3.packed import PackedLinears
 from keys35.exl3.tiles import WIDTHS
 from keys35.glm.experts import RoutedExperts
 
 emulated = pytest.mark.skipif(COMPILER is None, reason="needs g++")
-SHARED = ctypes.c_size_t(PRODUCT.shared_bytes())
+SMALL = Product(warps=8)
+"""What a GPU with 100 KB of shared memory a multiprocessor runs; quicker to emulate."""
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
@@ -99,20 +100,20 @@ def test_the_reconstruct_kernel_on_a_cpu(codebook: str, brain: bool, how: Recons
 
 
 @emulated
-@pytest.mark.parametrize("codebook", CODEBOOKS)
-def test_the_fused_expert_kernel_on_a_cpu(codebook: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("codebook", "how"), [("mul1", PRODUCT), ("mcg", SMALL), ("3inst", SMALL)])
+def test_the_fused_expert_kernel_on_a_cpu(codebook: str, how: Product, tmp_path: Path) -> None:
     """Two tokens, three experts each, widths mixed, more slices than one, several blocks that wait for each other."""
-    library = build("matvec.cu", "experts", PRODUCT.defines(codebook, experts=True, wide=False), tmp_path)
+    library = build("matvec.cu", "experts", how.defines(codebook, experts=True, wide=False), tmp_path)
     d, f, each = 512, 256, 3
     parts = mixed_experts(d, f, 4, codebook)
     chosen, weights, x = case(0, 2, d, 4, each)
     scratch, counters = torch.full((1 << 15,), torch.nan), torch.zeros(64, dtype=torch.int32)
-    rows, results = table(parts), []
+    rows, results, shared = table(parts), [], ctypes.c_size_t(how.shared_bytes())
     for blocks in (3, 2):
         out = torch.full((2, d), torch.nan)
         library.emulate(
-            blocks, 1, 256, SHARED, pointer(rows), pointer(chosen), pointer(weights), 2 * each, each, d, f,
-            pointer(x), pointer(out), pointer(scratch), pointer(counters), *(1, 2), *(2, 1),
+            blocks, 1, 32 * how.warps, shared, pointer(rows), pointer(chosen), pointer(weights), 2 * each, each, d, f,
+            pointer(x), pointer(out), pointer(scratch), pointer(counters), *(1, 2, 1), *(2, 1, 2),
         )  # fmt: skip
         results.append(out)
         assert not counters.any()
@@ -121,23 +122,37 @@ def test_the_fused_expert_kernel_on_a_cpu(codebook: str, tmp_path: Path) -> None
 
 
 @emulated
-@pytest.mark.parametrize(("wide", "cut"), [(True, (1, 1)), (True, (1, 4)), (False, (2, 2))])
-def test_the_product_kernel_on_a_cpu_at_every_width(wide: bool, cut: tuple[int, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("wide", "cut"), [(True, (1, 1, 1)), (True, (1, 4, 1)), (False, (2, 2, 2))])
+def test_the_product_kernel_on_a_cpu_at_every_width(wide: bool, cut: tuple[int, int, int], tmp_path: Path) -> None:
     """However a matrix is cut: slabs of 128 and 256 inputs, alone and together."""
-    library = build("matvec.cu", "matvec", Product().defines("mul1", experts=False, wide=wide), tmp_path)
+    library = build("matvec.cu", "matvec", SMALL.defines("mul1", experts=False, wide=wide), tmp_path)
     generator = torch.Generator().manual_seed(0)
-    parts = [encoded(512, 128, bits) for bits in WIDTHS if wide or bits <= 4]
+    parts = [encoded(512, 256, bits) for bits in WIDTHS if wide or bits <= 4]
     count = len(parts)
-    x, y = torch.randn(count, 512, generator=generator), torch.full((count, 128), torch.nan)
-    scratch, counters = torch.full((count * 4 * 128,), torch.nan), torch.zeros(count, dtype=torch.int32)
+    x, y = torch.randn(count, 512, generator=generator), torch.full((count, 256), torch.nan)
+    scratch, counters = torch.full((count * 4 * 256,), torch.nan), torch.zeros(2 * count, dtype=torch.int32)
     which, rows = torch.arange(count - 1, -1, -1, dtype=torch.int32), table(parts)
     library.emulate(
-        3, 1, 256, SHARED, pointer(rows), pointer(which), count, 512, 128, pointer(x), pointer(y),
-        pointer(scratch), pointer(counters), *cut,
+        3, 1, 32 * SMALL.warps, ctypes.c_size_t(SMALL.shared_bytes()), pointer(rows), pointer(which), count, 512, 256,
+        pointer(x), pointer(y), pointer(scratch), pointer(counters), *cut,
     )  # fmt: skip
     for row, found, index in zip(x, y, which.tolist(), strict=True):
         assert error(found, row.double() @ decoded(parts[index]).double()) < 1e-3
     assert not counters.any()
+
+
+@pytest.mark.parametrize(("shared_kib", "warps"), [(227, 24), (163, 16), (99, 8)])
+def test_products_fit_every_gpu_and_every_shape(shared_kib: int, warps: int) -> None:
+    """An H200, an A100, a GB10: a unit's slabs have a warp each, its sums have room, and units cover the matrix."""
+    how = PRODUCT.fitting(shared_kib * 1024)
+    assert how.warps == warps and how.shared_bytes() <= shared_kib * 1024
+    for rows, columns, matrices in [(6144, 2048, 16), (2048, 6144, 8), (512, 6144, 8), (1152, 256, 1), (128, 128, 1)]:
+        for wide in (False, True):
+            cut = Cut.of(rows, columns, matrices, 132, how, wide)
+            assert cut.together <= warps and cut.together * cut.breadth <= 2 * warps and cut.breadth <= warps
+            assert cut.slices(rows) * cut.together * cut.deep * 128 == rows
+            assert columns % (128 * cut.breadth) == 0
+            assert cut.deep == 1 or not wide
 
 
 @pytest.mark.parametrize("codebook", CODEBOOKS)

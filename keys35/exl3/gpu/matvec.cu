@@ -18,15 +18,16 @@ struct Products {
 
     __device__ __forceinline__ Unit unit(int n) const {
         const int index = n * gridDim.x + blockIdx.x, i = index / cut.units(), within = index % cut.units();
-        return {linears[which[i]], parts + (long long)i * cut.slices * columns, 1.f, within / cut.across, within % cut.across, i, cut};
+        float* to = cut.slices == 1 ? y : parts;   // the only part is the result
+        return {linears[which[i]], to + (long long)i * cut.slices * columns, 1.f, within / cut.across, within % cut.across, i, cut};
     }
     __device__ __forceinline__ void ready(const Unit&) const {}
     __device__ __forceinline__ float4 inputs(const Unit& unit, int row) const {
         return load_fresh(x + (long long)unit.owner * rows + row);
     }
-    __device__ __forceinline__ void finish(const Unit& unit) const {
-        if (!is_last(arrived + unit.owner * cut.across + unit.block, cut.slices)) return;
-        const int place = unit.block * SIDE + 4 * (threadIdx.x % 32);
+    __device__ __forceinline__ void finish(const Unit& unit, int block) const {
+        if (cut.slices == 1 || !is_last(arrived + unit.owner * (columns / SIDE) + block, cut.slices)) return;
+        const int place = block * SIDE + 4 * (threadIdx.x % 32);
         *reinterpret_cast<float4*>(y + (long long)unit.owner * columns + place) = sum_of_parts(unit.parts + place, columns, cut.slices);
     }
 };
@@ -34,10 +35,10 @@ struct Products {
 // y[i] = x[i] W[which[i]], float32, for matrices of one shape. parts: [count][slices][columns]; arrived: zeros, and again.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 matvec(const Linear* linears, const int* which, int count, int rows, int columns, const float* x, float* y, float* parts,
-       u32* arrived, int deep, int together)
+       u32* arrived, int deep, int together, int breadth)
 {
     auto& all = *reinterpret_cast<Everything<Products>*>(dynamic_shared());
-    const Cut cut(rows, columns, deep, together);
+    const Cut cut(rows, columns, deep, together, breadth);
     if (threadIdx.x == 0) all.work = {linears, which, x, y, parts, arrived, rows, columns, share_of(count * cut.units()), cut};
     __syncthreads();
     run(all);
@@ -48,7 +49,7 @@ struct Experts {
     const int* chosen;
     const float *weights, *x;
     float *out, *parts, *more_parts;
-    u32 *made, *arrived;   // units of gate and up that are there, of a pair; parts of 128 outputs of a token
+    u32 *made, *arrived;   // parts of 128 outputs of gate and up that are there, of a pair; of 128 outputs of a token
     int pairs, each, outer, inner, first, count;   // first: its units of gate and up
     Cut in, back;
 
@@ -66,7 +67,7 @@ struct Experts {
     __device__ __forceinline__ void ready(const Unit& unit) const {
         if (unit.owner < 2 * pairs) return;
         if (threadIdx.x % 32 == 0)
-            while (load_shared_by_all(made + unit.owner - 2 * pairs) != 2 * in.units()) {}
+            while (load_shared_by_all(made + unit.owner - 2 * pairs) != 2 * in.slices * (inner / SIDE)) {}
         __syncwarp();
     }
     __device__ __forceinline__ float4 inputs(const Unit& unit, int row) const {
@@ -76,7 +77,7 @@ struct Experts {
         return make_float4(g.x / (1.f + expf(-g.x)) * u.x, g.y / (1.f + expf(-g.y)) * u.y,
                            g.z / (1.f + expf(-g.z)) * u.z, g.w / (1.f + expf(-g.w)) * u.w);
     }
-    __device__ __forceinline__ void finish(const Unit& unit) const {
+    __device__ __forceinline__ void finish(const Unit& unit, int block) const {
         if (unit.owner < 2 * pairs) {
             __syncwarp();
             if (threadIdx.x % 32) return;
@@ -84,8 +85,8 @@ struct Experts {
             atomicAdd(made + unit.owner / 2, 1u);
             return;
         }
-        const int token = (unit.owner - 2 * pairs) / each, place = unit.block * SIDE + 4 * (threadIdx.x % 32);
-        if (!is_last(arrived + token * back.across + unit.block, each * back.slices)) return;
+        const int token = (unit.owner - 2 * pairs) / each, place = block * SIDE + 4 * (threadIdx.x % 32);
+        if (!is_last(arrived + token * (outer / SIDE) + block, each * back.slices)) return;
         *reinterpret_cast<float4*>(out + (long long)token * outer + place) =
             sum_of_parts(more_parts + (long long)token * each * back.slices * outer + place, outer, each * back.slices);
     }
@@ -97,10 +98,11 @@ struct Experts {
 // tokens * outer / 128. A cooperative launch: blocks wait for each other.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 experts(const Linear* linears, const int* chosen, const float* weights, int pairs, int each, int outer, int inner,
-        const float* x, float* out, float* parts, u32* counters, int deep_in, int together_in, int deep_out, int together_out)
+        const float* x, float* out, float* parts, u32* counters, int deep_in, int together_in, int breadth_in,
+        int deep_out, int together_out, int breadth_out)
 {
     auto& all = *reinterpret_cast<Everything<Experts>*>(dynamic_shared());
-    const Cut in(outer, inner, deep_in, together_in), back(inner, outer, deep_out, together_out);
+    const Cut in(outer, inner, deep_in, together_in, breadth_in), back(inner, outer, deep_out, together_out, breadth_out);
     if (threadIdx.x == 0) {
         const int first = share_of(2 * pairs * in.units());
         all.work = {linears, chosen, weights, x, out, parts, parts + (long long)pairs * 2 * in.slices * inner, counters + 1,

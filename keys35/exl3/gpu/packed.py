@@ -1,7 +1,7 @@
 """Launches gpu/reconstruct.cu and gpu/matvec.cu: work on many encoded matrices in one launch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -11,7 +11,7 @@ from torch import Tensor
 from ..codebook import CODEBOOKS
 from .launch import Limits, load_kernel
 
-SIDE, THREADS, WARPS = 128, 256, 8
+SIDE = 128
 _LIMBS = 4 * 16 * 16  # bytes of 128 inputs' in matvec.cu
 
 
@@ -36,51 +36,70 @@ class Reconstruction:
 
 @dataclass(frozen=True)
 class Product:
-    """Settings of matvec.cu: tiles side by side in a step, blocks a multiprocessor, bytes of packed words a warp holds,
-    whether shifts are shared out between units, blocks of inputs a warp can hold, sums kept apart for shorter chains,
-    slabs of inputs in a unit at most."""
+    """Settings of matvec.cu: tiles side by side in a piece, warps a block, blocks a multiprocessor, bytes of packed
+    words a warp holds, whether shifts are shared out between units, blocks of inputs in a slab at most, sums kept apart
+    for shorter chains."""
 
     columns: int = 2
-    blocks: int = 3
+    warps: int = 24
+    blocks: int = 1
     ring: int = 6144
     mixed: bool = True
     deepest: int = 2
-    sets: int = 2
-    together: int = WARPS
+    sets: int = 1
 
     def defines(self, codebook: str, experts: bool, wide: bool) -> tuple[tuple[str, int], ...]:
         return (("CODEBOOK", CODEBOOKS.index(codebook)), ("EXPERTS", int(experts)), ("WIDE", int(wide)),
-                ("COLUMNS", self.columns), ("BLOCKS", self.blocks), ("RING", self.ring), ("MIXED", int(self.mixed)),
-                ("DEEPEST", 1 if wide else self.deepest), ("SETS", self.sets))  # fmt: skip
+                ("COLUMNS", self.columns), ("WARPS", self.warps), ("BLOCKS", self.blocks), ("RING", self.ring),
+                ("MIXED", int(self.mixed)), ("DEEPEST", 1 if wide else self.deepest), ("SETS", self.sets))  # fmt: skip
 
     def shared_bytes(self) -> int:
-        return WARPS * (self.ring + self.deepest * _LIMBS + 2 * SIDE * 4) + 1024
+        return self.warps * (self.ring + self.deepest * _LIMBS + 2 * SIDE * 4 + 32) + 1024
+
+    def fitting(self, shared: int) -> "Product":
+        """With no more warps a block than so many bytes of shared memory allow."""
+        fewer = [replace(self, warps=warps) for warps in (self.warps, 16, 8, 4) if warps <= self.warps]
+        return next(how for how in fewer if how.shared_bytes() <= shared)
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How matvec.cu cuts a matrix into units: `together` slabs of `deep` blocks of inputs, times a block of outputs."""
+    """How matvec.cu cuts a matrix into units: `together` slabs of `deep` blocks of inputs, times `breadth` blocks of
+    outputs."""
 
     deep: int
     together: int
+    breadth: int
 
     @staticmethod
+    @lru_cache
     def of(rows: int, columns: int, matrices: int, blocks: int, how: Product, wide: bool) -> "Cut":
-        """The cut whose longest share of a block's is the shortest, by a warp's tiles; a unit costs some 24 besides."""
+        """The cut whose longest share of a block's is the shortest, by a warp's tiles; a unit costs some 40 besides."""
 
         def longest(cut: Cut) -> int:
-            units = matrices * cut.slices(rows) * (columns // SIDE)
-            return -(-units // blocks) * (8 * cut.deep * max(how.columns, cut.together) + 24)
+            units = matrices * cut.slices(rows) * (columns // SIDE // cut.breadth)
+            pieces = cut.together * cut.breadth * (8 // how.columns)
+            return -(-units // blocks) * (-(-pieces // how.warps) * 8 * cut.deep * how.columns + 40)
 
         deep = [deep for deep in (2, 1) if rows // SIDE % deep == 0 and deep <= (1 if wide else how.deepest)]
-        together = [t for t in (WARPS, 4, 2, 1) if t <= how.together]
-        return min((Cut(d, t) for d in deep for t in together if rows // SIDE // d % t == 0), key=longest)
+        cuts = [
+            Cut(d, together, breadth)
+            for d in deep
+            for together in _divisors(rows // SIDE // d, how.warps)
+            for breadth in _divisors(columns // SIDE, min(how.warps, 2 * how.warps // together))
+        ]
+        return min(cuts, key=longest)
 
     def slices(self, rows: int) -> int:
         return rows // SIDE // self.deep // self.together
 
-    def arguments(self) -> tuple[np.int32, np.int32]:
-        return np.int32(self.deep), np.int32(self.together)
+    def arguments(self) -> tuple[np.int32, np.int32, np.int32]:
+        return np.int32(self.deep), np.int32(self.together), np.int32(self.breadth)
+
+
+def _divisors(number: int, most: int) -> list[int]:
+    """Of a number, the largest first."""
+    return [n for n in range(min(number, most), 0, -1) if number % n == 0]
 
 
 BFLOAT16, HALF, PRODUCT = Reconstruction(), Reconstruction(floats=True), Product()
@@ -121,10 +140,13 @@ def counters(device: int, count: int) -> Tensor:
     return _counters(device, 1 << max(10, (count - 1).bit_length()))
 
 
-def resident_blocks(how: Product, device: int) -> int:
-    """Blocks of matvec.cu that a device runs at once; the driver keeps 1 KiB of shared memory a block."""
+@lru_cache
+def on_device(how: Product, device: int) -> tuple[Product, int]:
+    """Settings that fit a device, and the blocks of matvec.cu that it runs at once; of shared memory the driver keeps
+    1 KiB a block."""
     limits = Limits.of(device)
-    return max(1, min(how.blocks, limits.shared_total // (how.shared_bytes() + 1024))) * limits.multiprocessors
+    how = how.fitting(limits.shared_bytes)
+    return how, max(1, min(how.blocks, limits.shared_total // (how.shared_bytes() + 1024))) * limits.multiprocessors
 
 
 def matvec(
@@ -134,15 +156,15 @@ def matvec(
 
     wide: whether some width is over 4.
     """
-    device, (count, rows), how = table.device.index, x.shape, how or PRODUCT
-    blocks = resident_blocks(how, device)
+    device, (count, rows) = table.device.index, x.shape
+    how, blocks = on_device(how or PRODUCT, device)
     cut = Cut.of(rows, columns, count, blocks, how, wide)
     y = torch.empty(count, columns, device=x.device)
     parts = torch.empty(count * cut.slices(rows) * columns, device=x.device)
     arrived = counters(device, count * columns // SIDE)
     kernel = load_kernel("matvec.cu", "matvec", how.defines(codebook, False, wide), device)
     sizes = map(np.int32, (count, rows, columns))
-    kernel(blocks, THREADS, how.shared_bytes(), table.data_ptr(), which.data_ptr(), *sizes,
+    kernel(blocks, 32 * how.warps, how.shared_bytes(), table.data_ptr(), which.data_ptr(), *sizes,
            x.data_ptr(), y.data_ptr(), parts.data_ptr(), arrived.data_ptr(), *cut.arguments())  # fmt: skip
     return y
 
@@ -156,8 +178,9 @@ def experts(
     table: gate, up and down of expert 0, then 1, ..; chosen int32 (T, k); weights float32 (T, k); x float32 (T, d);
     wide: whether some width is over 4.
     """
-    device, (tokens, outer), each, how = table.device.index, x.shape, chosen.shape[1], how or PRODUCT
-    pairs, blocks = tokens * each, resident_blocks(how, device)
+    device, (tokens, outer), each = table.device.index, x.shape, chosen.shape[1]
+    how, blocks = on_device(how or PRODUCT, device)
+    pairs = tokens * each
     there = Cut.of(outer, inner, 2 * pairs, blocks, how, wide)
     back = Cut.of(inner, outer, pairs, blocks, how, wide)
     out = torch.empty_like(x)
@@ -165,7 +188,7 @@ def experts(
     zeros = counters(device, 1 + pairs + tokens * outer // SIDE)
     kernel = load_kernel("matvec.cu", "experts", how.defines(codebook, True, wide), device)
     numbers = map(np.int32, (pairs, each, outer, inner))
-    kernel(blocks, THREADS, how.shared_bytes(), table.data_ptr(), chosen.data_ptr(), weights.data_ptr(), *numbers,
-           x.data_ptr(), out.data_ptr(), parts.data_ptr(), zeros.data_ptr(), *there.arguments(), *back.arguments(),
-           cooperative=True)  # fmt: skip
+    kernel(blocks, 32 * how.warps, how.shared_bytes(),
+           table.data_ptr(), chosen.data_ptr(), weights.data_ptr(), *numbers, x.data_ptr(), out.data_ptr(),
+           parts.data_ptr(), zeros.data_ptr(), *there.arguments(), *back.arguments(), cooperative=True)  # fmt: skip
     return out

@@ -19,9 +19,6 @@ struct Linear {
 #ifndef MIXED
 #define MIXED 0
 #endif
-// In memory, so that the compiler does not turn the multiplications back into shifts.
-__constant__ u32 POWER[17] = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536};
-
 template <int H, int POSITIONS> struct Window {
     static constexpr int TILE = 4 * H;   // words of a tile
     static constexpr int GRAIN = POSITIONS / 2 * H % 32;   // where windows end in a word, modulo 32: multiples of this
@@ -37,10 +34,10 @@ template <int H, int POSITIONS> struct Window {
         for (int i = 0; i < WORDS; ++i) at[i] = last >= i ? last - i : last - i + TILE;
     }
 
-    // 16 bits of a word, `bit` <= 16 places from its end. Places that differ by 8 share the shift; where few do, odd ones
-    // are cut out by a multiplication, which another unit does.
+    // 16 bits of a word, `bit` <= 16 places from its end. Places that differ by 8 share the shift. MIXED: by 2, 3, 5, 6 and 7 it
+    // goes to the left instead, which the compiler makes a multiplication: another unit does those.
     static __device__ __forceinline__ u32 field(u32 word, int bit) {
-        if (MIXED && H % 4 && bit % 2 && bit < 16) return __byte_perm(word * POWER[16 - bit], 0, 0x4432);
+        if (MIXED && bit < 16 && 0xec >> bit % 8 & 1) return __byte_perm(word << 8 - bit % 8, 0, 0x4421 + 0x11 * (bit >> 3));
         return __byte_perm(word >> (bit & 7), 0, 0x4410 + 0x11 * (bit >> 3));
     }
 
