@@ -78,7 +78,9 @@ def test_json_is_one_document_and_events_are_lines(finished):
 def test_an_interrupt_says_how_to_go_on(source, small, tmp_path):
     recipe = recipe_file(tmp_path / "r.toml", small)
     command = [sys.executable, "-m", "keys35.cli", "--json", "measure", source, "--recipe", recipe]
-    with subprocess.Popen([*command, "--work", tmp_path / "work"], stderr=subprocess.PIPE, text=True) as running:
+    pipes = {"stderr": subprocess.PIPE, "text": True}
+    pipes["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
+    with subprocess.Popen([*command, "--work", tmp_path / "work"], **pipes) as running:
         for line in running.stderr:
             if json.loads(line).get("progress", {}).get("done"):
                 running.send_signal(signal.SIGINT)
