@@ -1,7 +1,6 @@
 """What a down projection should be once gate and up are quantized: it takes back what it can of their errors."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,7 +8,6 @@ from torch import Tensor
 from keys35.calibration.solve import ridge_fit, ridged, solve
 from keys35.calibration.statistics import MoeRows, inner, row_weights
 from keys35.precision import short_products, whole_products
-from keys35.queues import side_by_side
 from keys35.recipe import Calibration
 
 ROWS_PER_FEATURE = 8  # rows of an expert that are enough for its fit
@@ -41,37 +39,20 @@ def corrected_downs(
     root = (weight / weight.sum()).sqrt()[:, None]
     with short_products(x.device):
         wanted = inner(x, gate, up) * root
-        # Each width's systems alone: what it gets does not depend on which others are asked for, to the last bit.
-        fits, downs = {}, {}
-        with side_by_side(x.device, len(lossy)) as queues:
-            for (width, parts), queue in zip(lossy.items(), queues, strict=True):
-                with queue:
-                    fits[width] = _Fit.of(inner(x, *parts) * root, wanted, down)
-            for (width, fit), queue in zip(fits.items(), queues, strict=True):
-                with queue:
-                    downs[width] = fit.corrected(down)
-        return downs
+        return {width: _corrected(inner(x, *parts) * root, wanted, down) for width, parts in lossy.items()}
 
 
-@dataclass(frozen=True)
-class _Fit:
-    """q^T q and q^T (h - q) over each half of the rows, (2, f, f) both, and what each of RIDGES gains."""
+def _corrected(found: Tensor, wanted: Tensor, down: Tensor) -> Tensor:
+    """One width at a time: what it gets does not depend on which others are asked for, to the last bit.
 
-    grams: Tensor
-    matches: Tensor
-    gains: Tensor
-
-    @classmethod
-    def of(cls, found: Tensor, wanted: Tensor, down: Tensor) -> "_Fit":
-        grams, matches = _sums_by_half(found, wanted)
-        return cls(grams, matches, _gains(grams, matches, down))
-
-    def corrected(self, down: Tensor) -> Tensor:
-        """The fit to all rows with the best ridge; `down` itself where none does good. Waits for the gains."""
-        ridge, gain = max(zip(RIDGES, self.gains.tolist(), strict=True), key=lambda pair: pair[1])
-        if not gain > 0:
-            return down
-        return torch.addmm(down, ridge_fit(self.grams.sum(0), self.matches.sum(0), ridge), down)
+    Nor on streams of their own, which would be faster: library factorisations of one handle, side by side, did not
+    repeat their bits on an H200.
+    """
+    grams, matches = _sums_by_half(found, wanted)
+    ridge, gain = max(zip(RIDGES, _gains(grams, matches, down).tolist(), strict=True), key=lambda pair: pair[1])
+    if not gain > 0:
+        return down
+    return torch.addmm(down, ridge_fit(grams.sum(0), matches.sum(0), ridge), down)
 
 
 def _sums_by_half(found: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
