@@ -108,8 +108,10 @@ def project(
     spent = measured["seconds"]
     shared = spent["Hessians"] * more["fit"] + spent["judging"] * more["selection"]
     fixed = measured["layer_seconds"] - sum(spent[kind] for kind in ("encode", "forward", "Hessians", "judging"))
-    layers = len(config.layers)
-    forward, other = layers * spent["forward"] * every, layers * (shared + fixed)
+    layers, again = len(config.layers), 0.0
+    if recipe.experts.measure == "predicted":  # simulations, and another pass for rows when the chosen are encoded
+        again = measured["predicted_run"]["seconds"]["simulation"] + spent["reading"] + spent["forward"] * every
+    forward, other = layers * spent["forward"] * every, layers * (shared + fixed + again)
     weighing = _copies(config) * spent["forward"] / sum(tokens.values()) * choice.sensitivity_windows * choice.window
     behind = prefix_seconds(measured, solves, config, rules, recipe)
     alone = behind.alone  # what no second GPU makes faster

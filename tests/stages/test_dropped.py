@@ -120,7 +120,8 @@ def test_it_enters_no_statistic(windows, one_bad, tmp_path, backend, caplog):
         sealed = calibration_windows(job)
         for layer in (0, 1):
             capture(job, job.store, layer, sealed)()
-        rows, receipt = layer_rows(job, 1, sealed), job.work.require("measure/capture/layer-001")["data"]
+        rows = layer_rows(job, 1, sealed).to(torch.device("cpu"))
+        receipt = job.work.require("measure/capture/layer-001")["data"]
         stored = {layer: load_tensors(hessian_file(job, layer)) for layer in (0, 1)}
     assert [item["split"] for item in receipt["dropped"]] == ["fit", "selection"]
     assert f"layer 0 is not finite in 1 of {FIT} fit windows" in caplog.text, "said at once"

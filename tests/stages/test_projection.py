@@ -36,6 +36,17 @@ def test_glm_from_a_layer_by_hand() -> None:
     assert found.read_gb > 2 * 1480 and "GPU-hours" in found.text()
 
 
+def test_a_predicted_measurement_by_hand() -> None:
+    config, recipe = GlmConfig.from_dict(GLM_5_3), load_recipe("glm-5.3-2.75bpw")
+    predicted = recipe.model_copy(update={"experts": recipe.experts.model_copy(update={"measure": "predicted"})})
+    plain, layer = project(LAYER, config, recipe), LAYER | {"predicted_run": {"seconds": {"simulation": 16.0}}}
+    found = project(layer, config, predicted)
+    experts = 75 * (3 - 3 / 64 - 1) * 3 * 6144 * 2048 * 256
+    assert plain.encode_hours - found.encode_hours == pytest.approx(experts / 100e6 / 3600), "a sample, and all once"
+    again = 79 * (16.0 + 8.0 + 10.0 * (224 + 48) / (100 + 24))
+    assert (found.other_hours - plain.other_hours) * 3600 == pytest.approx(again)
+
+
 def quantized(recipe):
     return recipe.model_copy(update={"encoder": recipe.encoder.model_copy(update={"prefix": "quantized"})})
 
