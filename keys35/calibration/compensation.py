@@ -7,7 +7,7 @@ from torch import Tensor
 
 from keys35.calibration.solve import ridge_fit, ridged, solve
 from keys35.calibration.statistics import MoeRows, inner, row_weights
-from keys35.precision import short_products, whole_products
+from keys35.precision import short_products, vector_sum, whole_products
 from keys35.recipe import Calibration
 
 ROWS_PER_FEATURE = 8  # rows of an expert that are enough for its fit
@@ -33,10 +33,10 @@ def corrected_downs(
     step = max(1, len(index) // (ROWS_PER_FEATURE * len(down)))
     index, router = index[::step], router[::step].to(down.device)
     weight = row_weights(router, choice)
-    if len(index) < max(2, LEAST_ROWS * len(down)) or not weight.sum() > 0:
+    if len(index) < max(2, LEAST_ROWS * len(down)) or not vector_sum(weight) > 0:
         return dict.fromkeys(lossy, down)
     x = rows.x[index].to(down.device).float()
-    root = (weight / weight.sum()).sqrt()[:, None]
+    root = (weight / vector_sum(weight)).sqrt()[:, None]
     with short_products(x.device):
         wanted = inner(x, gate, up) * root
         return {width: _corrected(inner(x, *parts) * root, wanted, down) for width, parts in lossy.items()}

@@ -58,7 +58,7 @@ class PairedInputs:
         linear, square = 0.0, 0.0
         for mine, other in ((0, 1), (1, 0)):
             fit = ridge_fit(grams[mine], matches[mine], ridge)
-            linear += float((fit * matches[other]).sum(dtype=torch.float64))
-            square += float((fit * (grams[other] @ fit)).sum(dtype=torch.float64))
+            linear += float((fit * matches[other]).sum(-1, dtype=torch.float64).sum())
+            square += float((fit * (grams[other] @ fit)).sum(-1, dtype=torch.float64).sum())
         share = min(1.0, linear / square) if square > 0 else 0.0
         return share * (2 * linear - share * square), share, ridge

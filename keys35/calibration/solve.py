@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from keys35.precision import cholesky
+
 BLOCK = 256
 
 
@@ -14,7 +16,7 @@ def ridged(grams: Tensor, ridge: float) -> Tensor:
 
 def ridge_fit(gram: Tensor, match: Tensor, ridge: float) -> Tensor:
     """(gram + ridge)^-1 match, (n, n) and (n, m); zeros where that has no finite solution."""
-    lower, failed = torch.linalg.cholesky_ex(ridged(gram, ridge))
+    lower, failed = cholesky(ridged(gram, ridge))
     fit = torch.cholesky_solve(match, lower)
     return torch.where((failed == 0) & torch.isfinite(fit).all(), fit, torch.zeros_like(fit))
 
@@ -44,7 +46,7 @@ def solve(systems: Tensor, right: Tensor) -> Tensor:
 
 def _inverse_factor(blocks: Tensor) -> Tensor:
     """The inverses of (count, n, n) Cholesky factors; NaN where there is none."""
-    lower, failed = torch.linalg.cholesky_ex(blocks)
+    lower, failed = cholesky(blocks)
     eye = torch.eye(blocks.shape[-1], device=blocks.device).expand_as(blocks)
     inverse = torch.linalg.solve_triangular(lower, eye, upper=False)
     return torch.where((failed == 0)[:, None, None], inverse, torch.nan)

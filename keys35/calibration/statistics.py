@@ -9,7 +9,7 @@ from torch import Tensor
 
 from keys35.glm.block import Observer
 from keys35.host import into_host
-from keys35.precision import whole_products
+from keys35.precision import vector_sum, whole_products
 from keys35.recipe import Calibration
 
 SHARED_INPUT = "mlp.shared_experts.gate_proj"  # sees every token, as the routed experts' common input does
@@ -138,7 +138,7 @@ def expert_hessians(
     x = rows.x[index].to(gate.device).float()
     d, f = gate.shape
     share = [max(choice.shrink, width / (width + len(index))) for width in (d, f)]
-    if not len(index) or not weight.sum() > 0:
+    if not len(index) or not vector_sum(weight) > 0:
         return ExpertHessians(layer_hessian, inner_all, len(index), 1.0)
     own = _mean_outer(x, weight), _mean_outer(inner(x, gate, up), weight)
     gate_up = own[0].lerp(layer_hessian, share[0])
@@ -160,7 +160,7 @@ def _mean_outer(x: Tensor, weight: Tensor | None) -> Tensor:
     """Mean of x x^T over rows, weighted when a weight per row is given."""
     total = x.new_zeros(x.shape[1], x.shape[1])
     _add_upper(total, x, x if weight is None else x * weight[:, None])
-    return _mirrored(total).div_(x.shape[0] if weight is None else weight.sum())
+    return _mirrored(total).div_(x.shape[0] if weight is None else vector_sum(weight))
 
 
 def _add_upper(total: Tensor, x: Tensor, y: Tensor) -> None:

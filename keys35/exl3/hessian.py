@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..precision import cholesky
 from .hadamard import rotate_both
 from .tiles import TILE
 
@@ -58,7 +59,7 @@ def factor_hessian(hessian: Tensor | None, scales: Tensor, sigma_reg: float) -> 
     damping = sigma_reg
     for _ in range(_RETRIES + 1):
         damped = rotated + damping * mean * torch.eye(len(scales), device=rotated.device)
-        lower, failed = torch.linalg.cholesky_ex(damped)
+        lower, failed = cholesky(damped)
         if not int(failed):
             return HessianFactor(_block_unit(lower), damping, False)
         damping += 2 * sigma_reg

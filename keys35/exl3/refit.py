@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..precision import cholesky
+
 
 @dataclass(frozen=True)
 class Target:
@@ -83,6 +85,6 @@ def _fit_rows(target: Target, quantised: Tensor, su: Tensor) -> Tensor:
     system.diagonal().add_(ridge * gram.diagonal())
     system.diagonal().add_(1e-6 * system.diagonal().mean())
     wanted = (quantised * target.damped_product).sum(1)
-    lower, failed = torch.linalg.cholesky_ex(system)
+    lower, failed = cholesky(system)
     factor = torch.cholesky_solve(wanted[:, None], lower)[:, 0]
     return _apply(su, torch.where(failed == 0, factor, torch.ones_like(factor)))

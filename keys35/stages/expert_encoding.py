@@ -13,6 +13,7 @@ from keys35.exl3.encode import LinearJob, encode_group
 from keys35.exl3.linear import EncodedLinear, decode_weight
 from keys35.exl3.simulate import simulate_group
 from keys35.glm.names import PROJECTIONS
+from keys35.precision import vector_sum
 from keys35.stages.job import Job
 from keys35.stages.spans import Spans
 
@@ -130,12 +131,12 @@ def _paired(
     index, router = rows.fit.of(expert)
     device, sums = weights[0].device, PairedInputs()
     weight = row_weights(router.to(device), job.recipe.calibration)
-    if not weight.sum() > 0:
+    if not vector_sum(weight) > 0:
         return sums
     source, found = (x[index].to(device).float() for x in (rows.source, rows.fit.x))
     if lossy:
         source, found = inner(source, *weights[:2]), inner(found, *lossy)
-    root = (weight / weight.sum()).sqrt()[:, None]
+    root = (weight / vector_sum(weight)).sqrt()[:, None]
     sums.add(source * root, found * root, rows.half[index].to(device))
     return sums
 
