@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 CODE = """
-import hashlib
+import hashlib, os
 import keys35, torch
 from keys35.calibration.compensation import corrected_downs
 from keys35.calibration.correction import PairedInputs
@@ -14,6 +14,7 @@ from keys35.exl3.encode import EncodeOptions, LinearJob, encode_group
 from keys35.exl3.hessian import factor_hessian
 from keys35.precision import cholesky, vector_sum
 from keys35.recipe import Calibration
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # as numba does; LAPACK takes it more to heart
 torch.manual_seed(0)
 x = torch.randn(1920, 128)
 rows = MoeRows(x, torch.randint(0, 2, (1920, 1)), torch.rand(1920, 1))
