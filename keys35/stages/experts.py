@@ -51,10 +51,10 @@ def encode_experts(
 def encode_chosen(
     job: Job, unit: ExpertUnit, chosen: Mapping[int, Sequence[int]], rows: LayerRows, reader: Reader
 ) -> None:
-    """Encode experts of a measured group again at the widths chosen for them (width -> experts), and keep those.
+    """Encode experts of a measured group at the widths chosen for them (width -> experts), and keep those.
 
     An encoding depends on nothing but its weight, Hessian, name and seed, so these are the bytes that `encode_experts`
-    measured and did not keep.
+    measured and did not keep, or would have measured.
     """
     files, data = job.work.recorded(unit.name), job.work.require(unit.name)["data"]
     spent = Spans(job.device)
@@ -63,6 +63,7 @@ def encode_chosen(
         files |= written
         for expert, encoded in found.items():
             data["proxy_error"][str(width)][data["experts"].index(expert)] = encoded.proxy_error[0]
+            data["fallback"] = sorted({*data["fallback"], *encoded.fallback})
     held = data["held"] | {str(width): list(experts) for width, experts in chosen.items()}
     job.work.commit(unit.name, files, data | {"held": held})
     _log(job, unit, spent, sum(len(experts) for experts in chosen.values()))

@@ -86,6 +86,23 @@ def test_an_expert_without_rows_is_listed(starved):
     assert "layer-001" in warning and f"experts [{NEVER}] saw no calibration row" in warning
 
 
+def test_what_has_no_usable_hessian_is_named_though_it_was_only_simulated(plain, tmp_path):
+    silent = "model.layers.1.mlp.experts.0"
+
+    def change(tensors):
+        tensors[f"{silent}.up_proj.weight"][:] = 0
+
+    source = changed(plain, tmp_path / "source", change)
+    recipe = RECIPE.model_copy(update={"experts": RECIPE.experts.model_copy(update={"measure": "predicted"})})
+    with open_job(source, recipe, tmp_path / "work") as job:
+        measure(job, Progress())
+        before = job.work.require("experts/layer-001/0000")["data"]
+        assert before["error"][0] is None and before["simulated"][0] == [0.0, 0.0] and before["fallback"] == []
+        allocate(job)
+        quantize(job, Progress())
+        assert job.work.require("experts/layer-001/0000")["data"]["fallback"] == [f"{silent}.down_proj"]
+
+
 def test_activations_that_overflow_end_the_run_where_they_arise(plain, tmp_path):
     """Finite weights whose products are not: no row of them may reach a Hessian."""
     def change(tensors):
