@@ -72,6 +72,9 @@ def show_plan(console: Console, plan: "Plan") -> None:
                       f"{rate.date}); reading, forward passes and writing come on top"))
     if plan.projection:
         lines.append(("whole job", plan.projection.text()))
+    if plan.simulated_hours:
+        lines.append(("simulated", f"{plan.simulated_hours:,.1f} GPU-hours with experts.measure = \"predicted\", which "
+                                   "simulates what encodings cost and makes those that are chosen"))
     lines.append(("profiles", "; ".join(
         f"{cost.name} {cost.output_bytes / 1e9:,.3f} GB at {float(cost.mean_bits):.4g} bits"
         f"{' (this recipe)' if cost.name == plan.profile else ''}" for cost in plan.profiles)))

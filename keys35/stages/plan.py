@@ -19,7 +19,7 @@ from keys35.stages.budget import Trade, trades, within_size
 from keys35.stages.job import Keep, read_source
 from keys35.stages.needs import device_bytes, host_bytes, work_parts
 from keys35.stages.profile import ProfileCost, mixed_units, profile_costs, profile_rules
-from keys35.stages.projection import Projection, encoder_passes, projected
+from keys35.stages.projection import Projection, encoder_passes, projected, simulated_hours
 from keys35.stages.sizes import ClassSize, class_sizes
 from keys35.stages.validate import held_out_panel
 
@@ -63,6 +63,7 @@ class Plan:
     missing: tuple[str, ...]
     measured: MeasuredRate | None
     projection: Projection | None
+    simulated_hours: float | None
     """The measured layer extrapolated to this model, None without a measurement or routed experts."""
 
     @property
@@ -135,6 +136,7 @@ def plan(source: Path, recipe: Recipe, work: Path | None = None, tp: int = 4, ke
         missing=tuple(_missing(Path(source), config, recipe)),
         measured=measured_rate(),
         projection=projected(config, recipe),
+        simulated_hours=simulated_hours(config, recipe),
     )
 
 

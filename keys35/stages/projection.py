@@ -78,6 +78,15 @@ class Projection:
         return "\n".join(lines)
 
 
+def simulated_hours(config: GlmConfig, recipe: Recipe) -> float | None:
+    """What the whole job would take with predicted costs, in GPU-hours; None where they are, or nothing is known."""
+    if recipe.experts.measure == "predicted":
+        return None
+    experts = recipe.experts.model_copy(update={"measure": "predicted"})
+    found = projected(config, recipe.model_copy(update={"experts": experts}))
+    return found.gpu_hours if found else None
+
+
 def projected(config: GlmConfig, recipe: Recipe) -> Projection | None:
     """From the layer that the shipped benchmark measured; None where it is not at hand or there are no experts."""
     folder = resource_dir("benchmarks", "reports/benchmarks")
@@ -109,8 +118,10 @@ def project(
     shared = spent["Hessians"] * more["fit"] + spent["judging"] * more["selection"]
     fixed = measured["layer_seconds"] - sum(spent[kind] for kind in ("encode", "forward", "Hessians", "judging"))
     layers, again = len(config.layers), 0.0
-    if recipe.experts.measure == "predicted":  # simulations, and another pass for rows when the chosen are encoded
-        again = measured["predicted_run"]["seconds"]["simulation"] + spent["reading"] + spent["forward"] * every
+    if recipe.experts.measure == "predicted":
+        again = measured["predicted_run"]["seconds"]["simulation"]
+        if recipe.encoder.prefix == "source":  # another pass for rows when the chosen are encoded
+            again += spent["reading"] + spent["forward"] * every
     forward, other = layers * spent["forward"] * every, layers * (shared + fixed + again)
     weighing = _copies(config) * spent["forward"] / sum(tokens.values()) * choice.sensitivity_windows * choice.window
     behind = prefix_seconds(measured, solves, config, rules, recipe)
@@ -151,14 +162,17 @@ def _padded(rule: TensorRule) -> int:
 def _bytes(rules: list[TensorRule], recipe: Recipe) -> tuple[float, float]:
     """GB: every weight read for the forward pass and again for its encoding; candidates and the output written.
 
-    Behind a quantized prefix twice more for passes, experts once more to be encoded, and the output's own encodings.
+    Where experts are encoded once more, read again and written beside what was measured: behind a quantized prefix, two
+    more passes, or where costs were predicted, one more. Predicted ones have a sample's candidates only.
     """
-    prefix = recipe.encoder.prefix == "quantized"
-    read = sum(rule.nbytes * (1 + rule.quantized + prefix * (2 + (rule.role is Role.EXPERT))) for rule in rules)
-    bits = {Role.EXPERT: sum(recipe.experts.widths), Role.MTP_EXPERT: recipe.mtp.bits, Role.DENSE: recipe.dense.bits}
+    prefix, predicted = recipe.encoder.prefix == "quantized", recipe.experts.measure == "predicted"
+    again, passes = prefix or predicted, 2 if prefix else int(predicted)
+    read = sum(rule.nbytes * (1 + rule.quantized + passes + (again and rule.role is Role.EXPERT)) for rule in rules)
+    candidates = sum(recipe.experts.widths) / (recipe.experts.sample if predicted else 1)
+    bits = {Role.EXPERT: candidates, Role.MTP_EXPERT: recipe.mtp.bits, Role.DENSE: recipe.dense.bits}
     final = {**bits, Role.EXPERT: recipe.experts.budget}
     encoded = [rule for rule in rules if rule.quantized]
     written = sum(float(exl3_bytes(rule, bits[rule.role]) + exl3_bytes(rule, final[rule.role])) for rule in encoded)
     written += sum(rule.nbytes for rule in rules if not rule.quantized)
-    written += prefix * sum(float(exl3_bytes(rule, final[rule.role])) for rule in encoded if rule.role is Role.EXPERT)
+    written += again * sum(float(exl3_bytes(rule, final[rule.role])) for rule in encoded if rule.role is Role.EXPERT)
     return read / 1e9, written / 1e9

@@ -45,6 +45,9 @@ def test_a_predicted_measurement_by_hand() -> None:
     assert plain.encode_hours - found.encode_hours == pytest.approx(experts / 100e6 / 3600), "a sample, and all once"
     again = 79 * (16.0 + 8.0 + 10.0 * (224 + 48) / (100 + 24))
     assert (found.other_hours - plain.other_hours) * 3600 == pytest.approx(again)
+    weights = 75 * 3 * 6144 * 2048 * 256
+    assert found.read_gb - plain.read_gb == pytest.approx(1506.66 + 2 * weights / 1e9, rel=0.01)
+    assert found.written_gb - plain.written_gb == pytest.approx(weights / 8e9 * (9 / 64 + 2.75 - 9), rel=0.01)
 
 
 def quantized(recipe):
