@@ -33,10 +33,11 @@ def corrected_downs(
     step = max(1, len(index) // (ROWS_PER_FEATURE * len(down)))
     index, router = index[::step], router[::step].to(down.device)
     weight = row_weights(router, choice)
-    if len(index) < max(2, LEAST_ROWS * len(down)) or not vector_sum(weight) > 0:
+    total = vector_sum(weight)
+    if len(index) < max(2, LEAST_ROWS * len(down)) or not total > 0:
         return dict.fromkeys(lossy, down)
     x = rows.x[index].to(down.device).float()
-    root = (weight / vector_sum(weight)).sqrt()[:, None]
+    root = (weight / total).sqrt()[:, None]
     with short_products(x.device):
         wanted = inner(x, gate, up) * root
         return {width: _corrected(inner(x, *parts) * root, wanted, down) for width, parts in lossy.items()}

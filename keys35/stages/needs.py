@@ -59,7 +59,7 @@ def encoded_bytes(rules: Iterable[TensorRule], role: Role, widths: Sequence[int 
 
 def simulated_bytes(config: GlmConfig, experts: int, recipe: Recipe) -> int:
     """What is kept of so many simulated experts of a layer, to weigh it by; nothing unless they are predicted."""
-    kept = min(experts, -(-experts * WEIGHED // config.n_routed_experts), WEIGHED)
+    kept = min(experts, -(-experts * WEIGHED // config.n_routed_experts))
     one = 3 * config.hidden_size * config.moe_intermediate_size * BF16
     return kept * one if recipe.experts.measure == "predicted" else 0
 
