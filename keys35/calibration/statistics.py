@@ -9,7 +9,7 @@ from torch import Tensor
 
 from keys35.glm.block import Observer
 from keys35.host import into_host
-from keys35.precision import vector_sum, whole_products
+from keys35.precision import short_products, vector_sum, whole_products
 from keys35.recipe import Calibration
 
 SHARED_INPUT = "mlp.shared_experts.gate_proj"  # sees every token, as the routed experts' common input does
@@ -153,7 +153,8 @@ def row_weights(router: Tensor, choice: Calibration) -> Tensor:
 
 def inner(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     """What the down projection sees: silu(x gate) * (x up)."""
-    return torch.nn.functional.silu(x @ gate) * (x @ up)
+    with short_products(x.device):
+        return torch.nn.functional.silu(x @ gate) * (x @ up)
 
 
 def _mean_outer(x: Tensor, weight: Tensor | None) -> Tensor:

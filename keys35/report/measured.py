@@ -57,8 +57,14 @@ def measurements(work: Workdir) -> dict[str, Any]:
         "sets": {name: {key: value for key, value in entry.items() if key != "widths"}
                  for name, entry in allocation.get("sets", {}).items()},
         "baselines": _baselines(work, allocation),
-        "dropped_windows": _dropped(work),
+        "dropped_windows": dropped_windows(work),
     }
+
+
+def dropped_windows(work: Workdir) -> list[dict[str, Any]]:
+    """Calibration windows that any layer has left out so far, each with its text and the layer that broke it."""
+    found = [item for _, data in _receipts(work, "measure/capture/") for item in data.get("dropped", ())]
+    return [item for place, item in enumerate(found) if item not in found[:place]]
 
 
 def _receipts(work: Workdir, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -77,12 +83,6 @@ def _encoded_once(work: Workdir, measured: Container[str]) -> dict[str, dict[str
         if layer not in measured:
             _append(layers.setdefault(layer, {"widths": widths}), data | {"widths": widths}, None)
     return layers
-
-
-def _dropped(work: Workdir) -> list[dict[str, Any]]:
-    """Calibration windows that were left out, each with its text and the layer that broke it."""
-    found = [item for _, data in _receipts(work, "measure/capture/") for item in data.get("dropped", ())]
-    return [item for place, item in enumerate(found) if item not in found[:place]]
 
 
 def _append(into: dict[str, Any], data: dict[str, Any], weights: Sequence[float] | None) -> None:

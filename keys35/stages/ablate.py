@@ -171,7 +171,7 @@ def _wanted(job: Job, measured: Measured, choice: Choice, variant: Variant) -> d
     sets = width_sets(job, measured, choice)
     if experts.measure == "encoded" and (EXPERTS in variant.sets or choice.basis != EXPERTS):
         sets[EXPERTS] = widths_on(job, measured, EXPERTS)[0]
-    sets["by-energy"] = whole_model(measured.predicted_costs(), experts.widths, experts.budget)
+    sets["by-energy"] = whole_model(measured.costs_by_energy(), experts.widths, experts.budget)
     asked = variant.sets or tuple(sets)
     return {name: widths for name, widths in sets.items()
             if name in asked or name.rstrip("0123456789").rstrip("-") in asked}

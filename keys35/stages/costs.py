@@ -37,11 +37,11 @@ class Measured:
         """(experts, widths) per layer: predicted nats of final KL."""
         return [layer.sum(axis=2) for layer in self.costs_by_domain()]
 
-    def predicted_costs(self, sample: int = 1) -> list[np.ndarray]:
-        """Costs as `costs` has them, but from the output's energy and what `sample` encoded experts a layer lost."""
+    def costs_by_energy(self) -> list[np.ndarray]:
+        """As `costs`, but from the output's energy and the share of it that a layer's first expert lost."""
         costs = []
         for error, energy, alpha in zip(self.error, self.energy, self.alpha, strict=True):
-            lost = error[:sample].sum(axis=(0, 2)) / energy[:sample].sum()
+            lost = error[0].sum(axis=1) / energy[0].sum()
             costs.append((energy * (self.share * alpha)).sum(axis=1)[:, None] * lost)
         return costs
 

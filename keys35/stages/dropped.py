@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 
 from keys35.calibration.windows import Windows
 from keys35.errors import SourceError
+from keys35.report.measured import dropped_windows
 from keys35.stages.job import Job
 from keys35.stages.scan import broken_tensors
 from keys35.stages.units import capture_unit
@@ -38,18 +39,13 @@ def dropped_before(job: Job, layer: int) -> tuple[Dropped, ...]:
     for known in (layer, previous) if layer else (layer,):
         receipt = job.work.receipt(capture_unit(known))
         if receipt is not None:
-            return _read(receipt)
+            return tuple(Dropped(**item) for item in receipt["data"].get("dropped", ()))
     return ()
 
 
 def dropped_anywhere(job: Job) -> tuple[Dropped, ...]:
     """What no pass through the whole model can use: dropped by any layer so far."""
-    receipts = (job.work.receipt(capture_unit(layer)) for layer in job.config.layers)
-    return tuple(dict.fromkeys(item for receipt in receipts if receipt is not None for item in _read(receipt)))
-
-
-def _read(receipt: Mapping) -> tuple[Dropped, ...]:
-    return tuple(Dropped(**item) for item in receipt["data"].get("dropped", ()))
+    return tuple(Dropped(**item) for item in dropped_windows(job.work))
 
 
 def facts(dropped: Sequence[Dropped]) -> list[dict[str, object]]:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from keys35.calibration.statistics import inner
 from keys35.exl3.linear import EncodedLinear, decode_weight
-from keys35.glm.layer import gated_mlp
+from keys35.precision import short_products
 from keys35.stages.expert_encoding import LayerRows, Weights, expert_names
 
 Lossy = Callable[[int, float], Weights]
@@ -84,6 +85,10 @@ def _judged(group: Tensor, domains: int, where: Tensor, squares: Tensor) -> Judg
 
 
 def apply_expert(x: Tensor, weights: Weights) -> Tensor:
-    """down(silu(gate x) * up x) with weights (in, out)."""
+    """down(silu(gate x) * up x) with weights (in, out).
+
+    Short products lose some 3e-4 of an output: of an encoding's error, squared, 1e-5 at 4 bits and 5e-3 at 8.
+    """
     gate, up, down = weights
-    return gated_mlp(x, lambda v: v @ gate, lambda v: v @ up, lambda v: v @ down)
+    with short_products(x.device):
+        return inner(x, gate, up) @ down

@@ -57,6 +57,11 @@ def encoded_bytes(rules: Iterable[TensorRule], role: Role, widths: Sequence[int 
     return int(sum(exl3_bytes(rule, bits) for rule in rules if rule.role is role for bits in widths))
 
 
+def sample_step(config: GlmConfig, recipe: Recipe) -> int:
+    """One routed expert in so many is encoded at all widths: every one, or of predicted ones a sample, never none."""
+    return min(recipe.experts.sample, config.n_routed_experts) if recipe.experts.measure == "predicted" else 1
+
+
 def simulated_bytes(config: GlmConfig, experts: int, recipe: Recipe) -> int:
     """What is kept of so many simulated experts of a layer, to weigh it by; nothing unless they are predicted."""
     kept = min(experts, -(-experts * WEIGHED // config.n_routed_experts))
@@ -70,7 +75,7 @@ def work_parts(rules: Sequence[TensorRule], config: GlmConfig, recipe: Recipe, k
     final = encoded_bytes(rules, Role.EXPERT, [recipe.experts.budget])
     candidates = encoded_bytes(rules, Role.EXPERT, widths)
     if recipe.experts.measure == "predicted":  # every expert as it is chosen, a sample as it was measured
-        candidates = final + candidates // min(recipe.experts.sample, config.n_routed_experts)
+        candidates = final + candidates // sample_step(config, recipe)
     elif keep == "errors":  # the middle width, which weighs layers, and at most every expert once more as it is chosen
         candidates = encoded_bytes(rules, Role.EXPERT, [widths[len(widths) // 2]]) + final
     states, rows = 2 * states_bytes(config, recipe), 2 * rows_bytes(config, recipe)

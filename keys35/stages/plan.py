@@ -130,7 +130,7 @@ def plan(source: Path, recipe: Recipe, work: Path | None = None, tp: int = 4, ke
         free_bytes=free_bytes(work or Path.cwd()),
         host_bytes=host_bytes(max(nbytes.values()), config, recipe),
         device_bytes=device_bytes(config, recipe),
-        weights_to_encode=_weights_to_encode(rules, recipe),
+        weights_to_encode=_weights_to_encode(rules, config, recipe),
         backend=backend,
         weights_per_second=rate,
         missing=tuple(_missing(Path(source), config, recipe)),
@@ -164,8 +164,8 @@ def _check_shapes(rules: list[TensorRule], config: GlmConfig, recipe: Recipe, tp
         raise PlanError(f"routed experts are not multiples of {BLOCK}, engines cannot cut them: {odd[:3]}")
 
 
-def _weights_to_encode(rules: list[TensorRule], recipe: Recipe) -> int:
-    return sum(rule.padded[0] * rule.padded[1] * times for rule, times in encoder_passes(rules, recipe))
+def _weights_to_encode(rules: list[TensorRule], config: GlmConfig, recipe: Recipe) -> int:
+    return sum(rule.padded[0] * rule.padded[1] * times for rule, times in encoder_passes(rules, config, recipe))
 
 
 def measured_rate() -> MeasuredRate | None:

@@ -8,6 +8,7 @@ from keys35.files.atomic import read_json
 from keys35.glm.config import GlmConfig
 from keys35.glm.names import Role, TensorRule, census
 from keys35.recipe import Recipe, resource_dir
+from keys35.stages.needs import sample_step
 from keys35.stages.prefix_cost import prefix_seconds
 from keys35.stages.sizes import exl3_bytes
 
@@ -106,7 +107,7 @@ def project(
     solves: reports/benchmarks/prefix-solves-h200.json, needed for a quantized prefix.
     """
     rules = list(census(config).values())
-    a_weight, passes = 1e-6 / measured["encode_mws_a_width"], list(encoder_passes(rules, recipe))
+    a_weight, passes = 1e-6 / measured["encode_mws_a_width"], list(encoder_passes(rules, config, recipe))
     encode = a_weight * sum(_padded(rule) * times for rule, times in passes)
     choice, tokens = recipe.calibration, measured["tokens"]
     more = {
@@ -133,7 +134,7 @@ def project(
     wall = {n: (spread + forward + behind.alone + behind.shared if n == 1 else max(shared / n, forward) + alone) / 3600
             for n in gpus}
     return Projection(
-        encode / 3600, weighing / 3600, (forward + other) / 3600, wall, *_bytes(rules, recipe),
+        encode / 3600, weighing / 3600, (forward + other) / 3600, wall, *_bytes(rules, config, recipe),
         (behind.alone + behind.shared) / 3600,
     )
 
@@ -144,13 +145,15 @@ def _copies(config: GlmConfig) -> int:
     return last + sum(last - layer for layer in config.moe_layers)
 
 
-def encoder_passes(rules: Iterable[TensorRule], recipe: Recipe) -> Iterable[tuple[TensorRule, float]]:
+def encoder_passes(
+    rules: Iterable[TensorRule], config: GlmConfig, recipe: Recipe
+) -> Iterable[tuple[TensorRule, float]]:
     """Linears and how often each is encoded: an expert at each candidate width, and behind a quantized prefix again.
 
     Where costs are predicted a sample is encoded at all widths, and every expert once.
     """
     widths, again = len(recipe.experts.widths), recipe.encoder.prefix == "quantized"
-    experts = widths / recipe.experts.sample + 1 if recipe.experts.measure == "predicted" else widths + again
+    experts = widths / sample_step(config, recipe) + 1 if recipe.experts.measure == "predicted" else widths + again
     widths = {Role.EXPERT: experts, Role.MTP_EXPERT: 1, Role.DENSE: 1, Role.CARRIED: 0}
     return ((rule, widths[rule.role]) for rule in rules if rule.quantized)
 
@@ -159,7 +162,7 @@ def _padded(rule: TensorRule) -> int:
     return rule.padded[0] * rule.padded[1]
 
 
-def _bytes(rules: list[TensorRule], recipe: Recipe) -> tuple[float, float]:
+def _bytes(rules: list[TensorRule], config: GlmConfig, recipe: Recipe) -> tuple[float, float]:
     """GB: every weight read for the forward pass and again for its encoding; candidates and the output written.
 
     Where experts are encoded once more, read again and written beside what was measured: behind a quantized prefix, two
@@ -168,7 +171,7 @@ def _bytes(rules: list[TensorRule], recipe: Recipe) -> tuple[float, float]:
     prefix, predicted = recipe.encoder.prefix == "quantized", recipe.experts.measure == "predicted"
     again, passes = prefix or predicted, 2 if prefix else int(predicted)
     read = sum(rule.nbytes * (1 + rule.quantized + passes + (again and rule.role is Role.EXPERT)) for rule in rules)
-    candidates = sum(recipe.experts.widths) / (recipe.experts.sample if predicted else 1)
+    candidates = sum(recipe.experts.widths) / sample_step(config, recipe)
     bits = {Role.EXPERT: candidates, Role.MTP_EXPERT: recipe.mtp.bits, Role.DENSE: recipe.dense.bits}
     final = {**bits, Role.EXPERT: recipe.experts.budget}
     encoded = [rule for rule in rules if rule.quantized]

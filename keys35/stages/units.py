@@ -12,7 +12,7 @@ from keys35.files.atomic import load_tensors
 from keys35.glm.names import PROJECTIONS, TensorRule
 from keys35.recipe import Recipe
 from keys35.stages.job import Job
-from keys35.stages.needs import WEIGHED
+from keys35.stages.needs import WEIGHED, sample_step
 
 CALIBRATION = "measure/calibration"
 SENSITIVITY = "measure/sensitivity"
@@ -68,7 +68,7 @@ def by_width(unit: ExpertUnit, widths: Sequence[int]) -> dict[int, list[int]]:
 
 def sampled(job: Job, unit: ExpertUnit) -> list[int]:
     """Those of a unit's experts that `measure` encodes: all, or for a predicted measurement one in `experts.sample`."""
-    return _spread(unit, min(job.recipe.experts.sample, job.experts) if is_predicted(job, unit.layer) else 1)
+    return _spread(unit, sample_step(job.config, job.recipe) if is_predicted(job, unit.layer) else 1)
 
 
 def weighed(job: Job, unit: ExpertUnit) -> list[int]:
