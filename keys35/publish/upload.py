@@ -92,7 +92,7 @@ def _send(hub: Hub, files: Sequence[LocalFile], missing: list[LocalFile], progre
             step.kept = step.unit not in missing
             if not step.kept:
                 ready[step.unit] = next(operations)
-            if len(ready) == PER_COMMIT or step.unit is missing[-1]:
+            if ready and (len(ready) == PER_COMMIT or step.unit is missing[-1]):
                 _commit(hub, ready)
                 ready = {}
 

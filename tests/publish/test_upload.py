@@ -207,3 +207,12 @@ def test_invalid_front_matter(out: Path, hub: Hub) -> None:
     (out / "README.md").write_text("---\nbroken: [\n---\n")
     with pytest.raises(PublishError, match="README.md"):
         upload(out, hub)
+
+
+def test_killed_before_the_marker(out: Path, hub: Hub, server: FakeHub) -> None:
+    """All files are on the hub, the marker is not: only that is left to do."""
+    upload(out, hub)
+    files = {name: entry for name, entry in server.state.files.items() if name != MARKER}
+    server.state.put("killed here", files)
+    assert upload(out, hub).sent == (MARKER,)
+    assert MARKER in server.state.files
