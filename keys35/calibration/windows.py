@@ -56,10 +56,7 @@ class WindowMaker:
         if not tokenizer_file.is_file():
             raise SourceError(f"{tokenizer_file} is missing: calibration needs the checkpoint's tokenizer.json")
         self.tokenizer_sha256 = hashlib.sha256(tokenizer_file.read_bytes()).hexdigest()
-        try:
-            self._tokenizer = Tokenizer.from_file(str(tokenizer_file))
-        except Exception as error:  # the library raises bare Exceptions
-            raise SourceError(f"{tokenizer_file} cannot be read as a tokenizer: {error}") from None
+        self._tokenizer = read_tokenizer(tokenizer_file)
         self._root, self._template = tokenizer_file.parent, None
         self._end = end_of_document
         self._window = window
@@ -112,6 +109,18 @@ class WindowMaker:
             self._template = self._template or ChatTemplate(self._root)
             document = self._template.render(document.messages)
         return self._tokenizer.encode(document, add_special_tokens=False).ids
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """A checkpoint's tokenizer, which neither cuts nor pads; raises SourceError when it is missing or damaged."""
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exceptions
+        raise SourceError(f"{path} cannot be read as a tokenizer ({error}); copy the source's") from None
+    # Files that were saved after training or serving may carry a length: documents would lose their ends without a word.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def shares(text: TextSet, total: int) -> list[int]:

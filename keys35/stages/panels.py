@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
 
-from keys35.errors import PlanError, SourceError
+from keys35.calibration.windows import read_tokenizer
+from keys35.errors import PlanError
 from keys35.files.atomic import write_json
 from keys35.files.source import ShardedSource
 from keys35.glm.config import GlmConfig
@@ -40,14 +40,6 @@ def text_panel(files: Sequence[Path], tokenizer: Path, rows: int, length: int) -
         windows += [torch.tensor(ids[start : start + length]) for start in range(0, rows * length, length)]
         domains += [file.stem] * rows
     return Panel.of(", ".join(file.name for file in files), windows, domains)
-
-
-def read_tokenizer(path: Path) -> Tokenizer:
-    """A checkpoint's tokenizer; raises SourceError when it is missing or damaged."""
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library has no class of its own for this
-        raise SourceError(f"{path} cannot be read as a tokenizer ({error}); copy the source's") from error
 
 
 def score(

@@ -4,11 +4,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from keys35.calibration.windows import read_tokenizer
 from keys35.errors import SourceError
 from keys35.files.atomic import read_json
 from keys35.glm.config import GlmConfig
 from keys35.runtime.launch import run_generate
-from keys35.stages.panels import read_tokenizer
 
 RATES = ("rank", "device", "backend", "prefill_tokens_s", "decode_tokens_s", "communication_s", "peak_rss_bytes")
 

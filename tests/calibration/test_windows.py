@@ -57,6 +57,17 @@ def test_too_little_text_names_the_domain(tmp_path):
         WindowMaker(TOKENIZER, 0, 64, 0).make(text, [50], "fit")
 
 
+def test_a_tokenizer_file_that_cuts_and_pads_does_neither_here(tmp_path):
+    tokenizer = Tokenizer.from_file(str(TOKENIZER))
+    tokenizer.enable_truncation(8)
+    tokenizer.enable_padding(length=64, pad_id=6)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    text = load_text_set("demo")
+    wanted, found = (WindowMaker(file, 0, 64, 0).make(text, [4, 4], None)
+                     for file in (TOKENIZER, tmp_path / "tokenizer.json"))
+    assert torch.equal(found.tokens, wanted.tokens)
+
+
 def test_another_tokenizer_is_refused(tmp_path):
     maker = WindowMaker(TOKENIZER, 0, 64, 0)
     windows = maker.make(load_text_set("demo"), [1, 1], "fit")
