@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 
-from keys35.errors import RecipeError
+from keys35.errors import Keys35Error, RecipeError
 from keys35.recipe import resource_dir
 
 CHUNK_CHARACTERS = 8000
@@ -100,9 +100,18 @@ def documents(domain: Domain) -> Iterator[Document]:
     before).
     """
     for file in domain.files:
-        text = file.read_text(encoding="utf-8")
+        text = read_utf8(file, RecipeError)
         parts = _json_lines(text, file) if file.suffix == ".jsonl" else _cut(text, domain.documents)
         yield from (part for part in parts if key_of(part).strip() and _belongs(key_of(part), domain.part))
+
+
+def read_utf8(file: Path, refusal: type[Keys35Error]) -> str:
+    """A text file, whole; raises `refusal` where it is in another encoding."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise refusal(f"{file}: is not UTF-8 ({error.reason} at byte {error.start}); convert it first, say with "
+                      "`iconv -f latin1 -t utf-8`") from None
 
 
 def _belongs(document: str, part: str) -> bool:
@@ -127,6 +136,9 @@ def _domain(entry: dict, base: Path) -> Domain:
     part = entry.get("part", "all")
     if part not in PARTS:
         raise ValueError(f"domain {entry['name']}: part must be one of {', '.join(PARTS)}, found {part!r}")
+    for key in ("name", "documents"):
+        if not isinstance(entry[key], str) or not entry[key]:
+            raise ValueError(f"domain {entry['name']}: {key} must be a text, found {entry[key]!r}")
     share = float(entry["share"])
     if not share > 0:
         raise ValueError(f"domain {entry['name']}: share must be above 0")
@@ -174,7 +186,7 @@ def _chunks(text: str) -> Iterator[str]:
 
 def _json_lines(text: str, file: Path) -> Iterator[Document]:
     sealed = None
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # a JSON text may hold what else `splitlines` ends a line at
         if not line.strip():
             continue
         try:
@@ -185,14 +197,22 @@ def _json_lines(text: str, file: Path) -> Iterator[Document]:
                 ids = tuple(_token_id(number) for number in value["ids"])
                 yield TokenIds(ids, _known(sealed), file, json.dumps(ids))
             elif "messages" in value:
+                _text(json.dumps(value["messages"], ensure_ascii=False))
                 yield Chat(tuple(dict(message) for message in value["messages"]), json.dumps(value["messages"]))
             else:
-                yield value["text"]
+                yield _text(value["text"])
         except (json.JSONDecodeError, KeyError, TypeError, ValueError):
             raise RecipeError(
                 f'{file} line {number}: expected a JSON object with "text", with "messages", or with "ids" after a '
                 'line with "tokenizer_sha256"'
             ) from None
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(value)
+    value.encode()  # half of a surrogate pair, which JSON can write, is no text: ValueError
+    return value
 
 
 def _token_id(value: object) -> int:

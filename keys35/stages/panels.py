@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from keys35.calibration.text import read_utf8
 from keys35.calibration.windows import read_tokenizer
 from keys35.errors import PlanError
 from keys35.files.atomic import write_json
@@ -25,13 +26,14 @@ COMPARED = ("kl", "kl_reverse", "top1", "top2", "nll")
 def text_panel(files: Sequence[Path], tokenizer: Path, rows: int, length: int) -> Panel:
     """The first `rows` contiguous windows of `length` tokens of each text; a file's name is its domain.
 
-    Raises SourceError for an unreadable tokenizer, PlanError when a text is missing or too short for its windows.
+    Raises SourceError for an unreadable tokenizer, PlanError when a text is missing, no UTF-8 or too short for its
+    windows.
     """
     encoder, windows, domains = read_tokenizer(tokenizer), [], []
     for file in files:
         if not file.is_file():
             raise PlanError(f"{file}: no such text; give a plain text file to --panel")
-        ids = encoder.encode(file.read_text(encoding="utf-8"), add_special_tokens=False).ids
+        ids = encoder.encode(read_utf8(file, PlanError), add_special_tokens=False).ids
         if len(ids) < rows * length:
             raise PlanError(
                 f"{file} has {len(ids):,} tokens; {rows} windows of {length} need {rows * length:,}: "

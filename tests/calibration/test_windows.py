@@ -104,12 +104,22 @@ def test_digest_follows_the_text(tmp_path):
         'version = 1\n[[domain]]\nname = "a"\nshare = 0\nfiles = []\ndocuments = "line"',
         'version = 1\n[[domain]]\nname = "a"\nshare = 1\nfiles = ["no.txt"]\ndocuments = "line"',
         'version = 1\n[[domain]]\nname = "a"\nshare = 1\nfiles = []\ndocument = "line"',
+        'version = 1\n[[domain]]\nname = "a"\nshare = 1\nfiles = []\ndocuments = ""',
+        'version = 1\n[[domain]]\nname = "a"\nshare = 1\nfiles = []\ndocuments = 3',
+        'version = 1\n[[domain]]\nname = 5\nshare = 1\nfiles = []\ndocuments = "line"',
     ],
 )
 def test_broken_sets(tmp_path, content):
     (tmp_path / "set.toml").write_text(content)
     with pytest.raises(RecipeError):
         load_text_set(str(tmp_path / "set.toml"))
+
+
+def test_another_encoding_is_refused_by_name(tmp_path):
+    text = text_set(tmp_path, "caf\u00e9\n")
+    (tmp_path / "mine.txt").write_bytes("caf\u00e9\n".encode("latin-1"))
+    with pytest.raises(RecipeError, match="mine.txt: is not UTF-8 .* at byte 3.*iconv"):
+        list(documents(text.domains[0]))
 
 
 def test_shares_add_up():
@@ -212,7 +222,19 @@ def test_token_files_are_taken_from_the_checkpoints_tokenizer_only(tmp_path):
         maker.make(other, [1], None)
 
 
-@pytest.mark.parametrize("line", ['{"ids": [1]}', '{"tokenizer_sha256": "a"}\n{"ids": [-1]}', '{"messages": 3}'])
+def test_a_line_of_json_ends_where_json_says(tmp_path):
+    """Text from the web holds separators that Python's splitlines ends a line at, and JSON does not."""
+    wanted = "one\u2028two\u0085three\x0cfour"
+    line = json.dumps({"text": wanted}, ensure_ascii=False)
+    assert list(documents(text_set(tmp_path, f"{line}\r\n{line}", name="mine.jsonl").domains[0])) == [wanted, wanted]
+
+
+NO_TEXT = ['{"text": null}', '{"text": 5}', r'{"text": "\ud800"}', r'{"messages": [{"content": "\ud800"}]}']
+
+
+@pytest.mark.parametrize(
+    "line", ['{"ids": [1]}', '{"tokenizer_sha256": "a"}\n{"ids": [-1]}', '{"messages": 3}', *NO_TEXT]
+)
 def test_json_lines_that_are_neither(tmp_path, line):
     with pytest.raises(RecipeError, match="mine.jsonl line"):
         list(documents(text_set(tmp_path, line, name="mine.jsonl").domains[0]))

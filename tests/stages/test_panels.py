@@ -23,6 +23,9 @@ def test_a_text_becomes_contiguous_windows(tmp_path):
     assert panel.domains == ("words",) * 3
     with pytest.raises(PlanError, match=r"words.txt has \d+ tokens; 50 windows of 100 need 5,000"):
         text_panel([text], TOKENIZER, 50, 100)
+    text.write_bytes("caf\u00e9".encode("latin-1"))
+    with pytest.raises(PlanError, match="words.txt: is not UTF-8"):
+        text_panel([text], TOKENIZER, 1, 3)
 
 
 def test_paired_differences_are_of_windows():
