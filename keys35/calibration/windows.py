@@ -117,7 +117,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exceptions
         raise SourceError(f"{path} cannot be read as a tokenizer ({error}); copy the source's") from None
-    # Files that were saved after training or serving may carry a length: documents would lose their ends without a word.
+    # A file that was saved after training or serving may carry a length: documents would lose their ends silently.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

@@ -23,6 +23,7 @@ from keys35.glm.weights import WeightStore
 from keys35.recipe import Recipe
 from keys35.report.machine import machine
 from keys35.stages.budget import within_size
+from keys35.stages.feasible import refuse_impossible
 from keys35.stages.profile import profile_rules
 from keys35.stages.states import WINDOWS_AT_ONCE_TOKENS
 
@@ -105,10 +106,15 @@ def read_source(source: Path, recipe: Recipe) -> tuple[ShardedSource, GlmConfig,
 
 @contextmanager
 def open_job(source: Path, recipe: Recipe, root: Path, keep: Keep = "all") -> Iterator[Job]:
-    """Start or resume a job; raises ResumeError if the directory belongs to another job or is in use."""
+    """Start or resume a job; raises ResumeError if the directory belongs to another job or is in use.
+
+    What source and recipe cannot have together is refused (PlanError, BudgetError) before the directory is theirs.
+    """
     refuse_nesting(Path(source), None, Path(root))
     opened, config, dropped = read_source(source, recipe)
     recipe = within_size(recipe, opened, config)
+    rules = profile_rules(census(config), recipe.output.profile)
+    refuse_impossible(rules.values(), config, recipe)
     text = load_text_set(recipe.calibration.set).only(recipe.calibration.domains)
     work = Workdir.open(root, _guard(opened, recipe, text))
     with work.lock():
@@ -117,7 +123,6 @@ def open_job(source: Path, recipe: Recipe, root: Path, keep: Keep = "all") -> It
                        "mtp_layers": list(config.mtp_layers)}
         write_json(work.path(WHEREABOUTS), whereabouts)
         work.log("started", machine=machine())
-        rules = profile_rules(census(config), recipe.output.profile)
         yield Job(opened, config, rules, dropped, recipe, text, work, keep)
 
 

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import torch
 
-from keys35.allocation import require_exact
 from keys35.calibration.text import load_text_set
-from keys35.errors import Keys35Error, PlanError
+from keys35.errors import Keys35Error
 from keys35.exl3.viterbi import get_backend, prepare
 from keys35.files.atomic import free_bytes, read_json
 from keys35.glm.config import GlmConfig
-from keys35.glm.names import BLOCK, Role, TensorRule, census, check_tp, shard_of, unit_count
+from keys35.glm.names import TensorRule, census, check_tp, shard_of
 from keys35.recipe import Recipe, resource_dir
 from keys35.stages.budget import Trade, trades, within_size
+from keys35.stages.feasible import refuse_impossible
 from keys35.stages.job import Keep, read_source
 from keys35.stages.needs import device_bytes, host_bytes, work_parts
-from keys35.stages.profile import ProfileCost, mixed_units, profile_costs, profile_rules
+from keys35.stages.profile import ProfileCost, profile_costs, profile_rules
 from keys35.stages.projection import Projection, encoder_passes, projected, simulated_hours
 from keys35.stages.sizes import ClassSize, class_sizes
 from keys35.stages.validate import held_out_panel
@@ -106,7 +106,8 @@ def plan(source: Path, recipe: Recipe, work: Path | None = None, tp: int = 4, ke
     recipe = within_size(recipe, opened, config)
     table = census(config)
     rules = list(profile_rules(table, recipe.output.profile).values())
-    _check_shapes(rules, config, recipe, tp)
+    refuse_impossible(rules, config, recipe)
+    check_tp(config, tp)
     nbytes = {name: t.entry.nbytes for name, t in opened.tensors.items()}
     shards: list[list[TensorRule]] = [[] for _ in range(recipe.output.shards)]
     for rule in rules:
@@ -147,21 +148,6 @@ def _missing(source: Path, config: GlmConfig, recipe: Recipe) -> Iterator[str]:
         held_out_panel(source, config, recipe)
     except Keys35Error as error:
         yield str(error)
-
-
-def _check_shapes(rules: list[TensorRule], config: GlmConfig, recipe: Recipe, tp: int) -> None:
-    """Refuse now what would only fail at hour twenty."""
-    if recipe.output.shards > unit_count(config):
-        raise PlanError(
-            f"{recipe.output.shards} shards asked, this model has {unit_count(config)} units "
-            "(embedding, one per layer, norm with head): lower output.shards"
-        )
-    require_exact(recipe.experts.budget, *mixed_units(config, recipe))
-    check_tp(config, tp)
-    experts = (r for r in rules if r.role in (Role.EXPERT, Role.MTP_EXPERT))
-    odd = [r.name for r in experts if r.shape[0] % BLOCK or r.shape[1] % BLOCK]
-    if odd:
-        raise PlanError(f"routed experts are not multiples of {BLOCK}, engines cannot cut them: {odd[:3]}")
 
 
 def _weights_to_encode(rules: list[TensorRule], config: GlmConfig, recipe: Recipe) -> int:

@@ -3,14 +3,20 @@
 import json
 import shutil
 import time
+from fractions import Fraction
+from itertools import combinations_with_replacement
 
 import pytest
+from builders import TINY_CONFIG, random_source
+from hypothesis import given
+from hypothesis import strategies as st
 from small import small_recipe
 
 from keys35.bench.standin import write_stand_in
 from keys35.errors import BudgetError, PlanError, RecipeError, SourceError
 from keys35.files.source import ShardedSource
 from keys35.recipe import load_recipe
+from keys35.stages.feasible import require_mix
 from keys35.stages.job import open_job
 from keys35.stages.plan import plan
 
@@ -60,11 +66,40 @@ def test_glm_5_3_at_2_75_bits(tmp_path):
     [
         ({"output": {"shards": 9}}, "9 shards asked"),
         ({"experts": {"widths": [2, 3], "bits": 2.8, "group": 2}}, "no whole number"),
+        ({"experts": {"widths": [2, 4], "bits": "9/4"}}, r"no mix of the widths \[2, 4\] over 4 experts"),
     ],
 )
-def test_refusals(source, changes, message):
+def test_refusals(source, changes, message, tmp_path):
+    """By `plan`, and before a work directory is begun that could never be finished."""
+    recipe = small_recipe(**changes)
     with pytest.raises((PlanError, BudgetError), match=message):
-        plan(source, small_recipe(**changes))
+        plan(source, recipe)
+    with pytest.raises((PlanError, BudgetError), match=message), open_job(source, recipe, tmp_path / "work"):
+        pass
+    assert not (tmp_path / "work").exists()
+
+
+WIDTHS = st.sets(st.sampled_from([1, 1.5, 2, 2.5, 3, 4, 6]), min_size=1).map(sorted)
+
+
+@given(WIDTHS, st.integers(1, 6), st.integers(0, 24))
+def test_a_mean_is_refused_exactly_where_no_mix_has_it(widths, count, more):
+    mean = Fraction(widths[0]) + Fraction(more, count)
+    sums = {sum(map(Fraction, mix)) for mix in combinations_with_replacement(widths, count)}
+    possible = (mean * count).denominator == 1 and mean * count in sums
+    try:
+        require_mix(widths, mean, count, "experts")
+    except BudgetError:
+        assert not possible
+    else:
+        assert possible
+
+
+def test_a_model_without_routed_experts_is_refused(tmp_path):
+    source = random_source(tmp_path / "source", {**TINY_CONFIG, "first_k_dense_replace": 3})
+    recipe = small_recipe(output={"shards": 3})
+    with pytest.raises(PlanError, match="no layer with routed experts"), open_job(source, recipe, tmp_path / "work"):
+        pass
 
 
 def test_a_tp_that_does_not_cut_is_refused(source, small):

@@ -1,0 +1,41 @@
+"""What a model and a recipe cannot have together: asked by `plan`, and whenever a job is opened, not at hour twenty."""
+
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+from math import inf
+
+from keys35.allocation import require_exact
+from keys35.errors import BudgetError, PlanError
+from keys35.glm.config import GlmConfig
+from keys35.glm.names import BLOCK, Role, TensorRule, unit_count
+from keys35.recipe import Recipe
+from keys35.stages.profile import mixed_units
+
+
+def refuse_impossible(rules: Iterable[TensorRule], config: GlmConfig, recipe: Recipe) -> None:
+    """Refuse too many shards or experts of odd shapes (PlanError), and a mean that no mix has (BudgetError)."""
+    if recipe.output.shards > unit_count(config):
+        raise PlanError(
+            f"{recipe.output.shards} shards asked, this model has {unit_count(config)} units "
+            "(embedding, one per layer, norm with head): lower output.shards"
+        )
+    if not config.moe_layers:
+        raise PlanError("this model has no layer with routed experts: there is nothing to choose widths for")
+    require_mix(recipe.experts.widths, recipe.experts.budget, *mixed_units(config, recipe))
+    experts = (r for r in rules if r.role in (Role.EXPERT, Role.MTP_EXPERT))
+    odd = [r.name for r in experts if r.shape[0] % BLOCK or r.shape[1] % BLOCK]
+    if odd:
+        raise PlanError(f"routed experts are not multiples of {BLOCK}, engines cannot cut them: {odd[:3]}")
+
+
+def require_mix(widths: Sequence[float], mean: Fraction, count: int, what: str) -> None:
+    """Refuse a mean that `count` of these widths cannot have: of 2 and 4 bits, say, an odd sum."""
+    require_exact(mean, count, what)
+    extras = [int(2 * (width - widths[0])) for width in widths[1:]]  # in half bits
+    spare = int(2 * (mean - Fraction(widths[0])) * count)
+    least = [0, *[inf] * spare]  # how many must be wider than the narrowest to have so much more together
+    for total in range(1, spare + 1):
+        least[total] = 1 + min((least[total - extra] for extra in extras if extra <= total), default=inf)
+    if least[spare] > count:
+        raise BudgetError(f"no mix of the widths {list(widths)} over {count} {what} has a mean of exactly {mean} bits: "
+                          "change experts.bits, or add a width between them")
