@@ -31,6 +31,9 @@ def keys35(*arguments):
         (["validate", MODEL, "--reference", MODEL], errors.ContractError.exit_code, "KEYS35_ASSEMBLY_REPORT"),
         (["plan", MODEL, "--recip", "demo"], 2, "--recip"),
         (["plan", MODEL], 2, "--recipe"),
+        (["generate", MODEL, "Once", "--device", "gpu"], 2, "--device"),
+        (["bench", MODEL, "--dtype", "fp16"], 2, "--dtype"),
+        (["validate", MODEL, "--reference", MODEL, "--device", "cpu"], 2, "--panel"),
         (["plan", MODEL, "--recipe", "demo", "--tp", "3"], errors.PlanError.exit_code, "can have 1, 2, 4 ranks"),
     ],
 )

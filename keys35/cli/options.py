@@ -46,5 +46,5 @@ PanelFiles = Annotated[list[Path], typer.Option("--panel", help="a text; give it
 Rows = Annotated[int, typer.Option("--rows", min=1, help="windows of each --panel text")]
 Length = Annotated[int, typer.Option("--len", min=3, help="tokens of each of these windows")]
 Scratch = Annotated[Path | None, typer.Option(help="where reference states are kept; beside OUT")]
-Device = Annotated[str, typer.Option(help="auto, cuda or cpu")]
-Dtype = Annotated[str, typer.Option(help="float32 or bfloat16: what products are made in")]
+Device = Annotated[Literal["auto", "cuda", "cpu"], typer.Option(help="where ranks compute; auto: GPUs, if enough")]
+Dtype = Annotated[Literal["float32", "bfloat16"], typer.Option(help="what products are made in")]

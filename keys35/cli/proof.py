@@ -57,6 +57,8 @@ def validate(
     from keys35.stages.validate import recipe_of
     from keys35.stages.validate import validate as run_validate
 
+    if not panel and (rows, length, device, dtype) != (32, 2048, "auto", "float32"):
+        raise typer.BadParameter("--rows, --len, --device and --dtype are of a text: give it with --panel")
     scratch = scratch or _scratch(out, "validate")
     with voice.progress() as progress:
         if not panel:
