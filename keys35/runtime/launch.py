@@ -11,7 +11,7 @@ from keys35.glm.config import GlmConfig
 from keys35.glm.names import check_tp
 from keys35.runtime.group import RankGroup
 from keys35.runtime.panel import Panel
-from keys35.runtime.rank import RankJob, choose_device, run_job
+from keys35.runtime.rank import RankJob, checkpoint_of, choose_device, run_job
 from keys35.runtime.ranks import Ranks
 
 _AGAIN = "run the panel again"
@@ -213,5 +213,5 @@ class Running:
 
 def check_ranks(checkpoint: Path | str, tp: int) -> None:
     """Refuse (PlanError) an impossible split from the config alone, before any process starts."""
-    config = Path(str(checkpoint).format(rank=0)) / "config.json"
+    config = checkpoint_of(checkpoint, 0) / "config.json"
     check_tp(GlmConfig.from_dict(read_json(config, SourceError, "give a checkpoint's folder")), tp)

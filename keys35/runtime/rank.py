@@ -57,6 +57,11 @@ class RankJob:
     timeout_s: float = 300.0
 
 
+def checkpoint_of(pattern: Path | str, rank: int) -> Path:
+    """A rank's checkpoint; "{rank}" alone stands for its number, other braces are a path's own."""
+    return Path(str(pattern).replace("{rank}", str(rank)))
+
+
 def save_jobs(path: Path, jobs: Sequence[RankJob]) -> None:
     """Write jobs for ranks that wait for them."""
     write_json(path, [asdict(job) for job in jobs])
@@ -75,7 +80,7 @@ def _awaited_jobs(path: Path, launcher: int) -> list[RankJob]:
 def run_job(job: RankJob, ranks: Ranks, device: torch.device) -> dict[str, Any]:
     """Do one rank's part of a job, write its rank-N.json and, on rank 0, result.json; returns the result."""
     started, out = time.monotonic(), Path(job.out)
-    source = ShardedSource.open(Path(job.checkpoint.format(rank=ranks.rank)))
+    source = ShardedSource.open(checkpoint_of(job.checkpoint, ranks.rank))
     _agree_on_checkpoint(source, ranks, device)
     config = GlmConfig.from_dict(source.config, job.mtp_hidden)
     check_tp(config, ranks.world)

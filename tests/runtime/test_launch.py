@@ -23,7 +23,8 @@ from keys35.files.atomic import load_tensors
 from keys35.glm.stream import Head, embed, trunk
 from keys35.glm.weights import Keep, WeightStore
 from keys35.runtime.generate import Decoder, Drafter, Drafting, generate, generate_drafted
-from keys35.runtime.launch import run_generate, run_panel
+from keys35.runtime.launch import check_ranks, run_generate, run_panel
+from keys35.runtime.rank import checkpoint_of
 from keys35.runtime.ranks import Ranks
 from keys35.runtime.reference import make_reference
 from keys35.runtime.score import score_panel
@@ -82,6 +83,14 @@ def soon() -> Iterator[None]:
 def assert_every_rank_says(out: Path, words: dict[int, str]) -> None:
     for rank, word in words.items():
         assert word in json.loads((out / f"rank-{rank}.error.json").read_text())["message"]
+
+
+def test_braces_in_a_path_are_the_paths_own(tmp_path):
+    folder = tmp_path / "{v2}" / "copy-0"
+    folder.mkdir(parents=True)
+    (folder / "config.json").symlink_to(DEMO / "model" / "config.json")
+    check_ranks(tmp_path / "{v2}" / "copy-{rank}", 2)
+    assert checkpoint_of("/models/{v2}/copy-{rank}", 3) == Path("/models/{v2}/copy-3")
 
 
 def test_a_truncated_shard_is_named_by_its_rank(packed, panel, reference, tmp_path):
