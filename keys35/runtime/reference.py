@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from keys35.errors import RankError
+from keys35.errors import RankError, ResumeError
 from keys35.files.atomic import load_tensors, read_json, save_tensors, sha256_file, write_json
 from keys35.glm.names import FINAL_NORM, HEAD, rank_range
 from keys35.glm.stream import Head, embed, mtp, trunk
@@ -45,8 +45,15 @@ class Reference:
         return cls(root, facts)
 
     def states(self, window: int) -> dict[str, Tensor]:
-        """ "hidden" (S, d) before the final norm, and "mtp" (S-1, d) when the model has an MTP layer."""
-        return load_tensors(_window_file(self.root, window), self.facts["sha256"][window])
+        """ "hidden" (S, d) before the final norm, and "mtp" (S-1, d) when the model has an MTP layer.
+
+        Raises RankError for a file that is gone or was changed: it is no unit of a job, which a rerun would do again.
+        """
+        path = _window_file(self.root, window)
+        try:
+            return load_tensors(path, self.facts["sha256"][window])
+        except ResumeError as error:
+            raise RankError(f"{path} is missing or was changed; {_AGAIN}") from error
 
     def heads(self, tp: int, rank: int, device: torch.device) -> dict[str, Head]:
         """The source's own heads ("hidden", "mtp"), this rank's rows of the vocabulary."""

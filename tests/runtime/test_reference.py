@@ -1,3 +1,5 @@
+import shutil
+
 import pytest
 import torch
 from builders_exl3 import DEMO, demo_config, demo_windows
@@ -45,6 +47,14 @@ def test_a_reference_is_reused_only_for_its_own_panel(reference, panel, source_s
     other = Panel.of("other", demo_windows("eval-prose.txt", 1, 30), ["prose"])
     with pytest.raises(RankError, match="another panel"):
         Reference.open(reference.root, other)
+
+
+def test_a_lost_window_says_what_brings_it_back(reference, panel, tmp_path):
+    shutil.copytree(reference.root, tmp_path / "copy")
+    (tmp_path / "copy" / "window-00001.safetensors").unlink()
+    copy = Reference.open(tmp_path / "copy", panel)
+    with pytest.raises(RankError, match="window-00001.safetensors is missing.*delete the reference folder"):
+        copy.states(1)
 
 
 def test_vocabulary_shares_of_the_heads_compose(reference):
