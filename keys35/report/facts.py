@@ -51,7 +51,7 @@ class Facts:
     measured: dict[str, Any] | None = None
     making: dict[str, Any] | None = None
     classes: tuple[ClassBytes, ...] = ()
-    widths: dict[int, list[int]] = field(default_factory=dict)
+    widths: dict[int, list[float]] = field(default_factory=dict)
     """Layer -> bits per routed expert, without MTP layers."""
     profile: str = "per-expert"
 
@@ -60,7 +60,7 @@ class Facts:
         return sum(row.nbytes for row in self.classes)
 
     @property
-    def counts(self) -> dict[int, int]:
+    def counts(self) -> dict[float, int]:
         """Routed experts per width."""
         return dict(sorted(Counter(bits for row in self.widths.values() for bits in row).items()))
 
@@ -71,7 +71,7 @@ class Facts:
             if row.name == ROUTED:
                 return row.bits
         bits = [b for row in self.widths.values() for b in row]
-        return Fraction(sum(bits), len(bits)) if bits else None
+        return Fraction(sum(bits)) / len(bits) if bits else None  # a sum of half rates is a float, and exact
 
     @property
     def mixed(self) -> bool:

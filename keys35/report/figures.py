@@ -5,7 +5,7 @@ from fractions import Fraction
 from typing import Any
 
 from keys35.report.facts import RANDOM, Facts
-from keys35.report.pictures import Axis, Plot, heat_map, legend
+from keys35.report.pictures import Axis, Plot, heat_map, legend, width_class
 from keys35.report.words import set_name
 
 MANY = 60  # from this many layers or points on, marks are drawn thinner
@@ -54,7 +54,7 @@ def layer_figure(facts: Facts) -> str:
             top = floors[layer] + 100 * row.count(width) / len(row)
             bars.append((layer, floors[layer], top))
             floors[layer] = top
-        drawn.append(plot.columns(bars, 1.0, f"w{width}"))
+        drawn.append(plot.columns(bars, 1.0, width_class(width)))
     return _figure(plot.html(drawn, "widths by layer", "layer", "% of a layer's experts, widest at the top",
                              x_ticks=_layer_ticks(layers)), "low")
 
@@ -123,7 +123,7 @@ def _frontier_figure(facts: Facts, layers: dict[int, dict[str, Any]]) -> str:
 
 def _saving_figure(layers: dict[int, dict[str, Any]]) -> str:
     """Dots: what the second candidate width saves over the first, per expert, coloured by the width chosen."""
-    coloured: dict[int, list[tuple[float, float]]] = {}
+    coloured: dict[float, list[tuple[float, float]]] = {}
     for layer, entry in layers.items():
         chosen = entry.get("chosen", [entry["widths"][0]] * len(entry["cost"]))
         for expert, (cost, width) in enumerate(zip(entry["cost"], chosen, strict=True)):
@@ -131,9 +131,10 @@ def _saving_figure(layers: dict[int, dict[str, Any]]) -> str:
             coloured.setdefault(width, []).append((across, cost[0] - cost[1]))
     values = [y for points in coloured.values() for _, y in points]
     plot = Plot(_layer_axis(list(layers)), Axis.over(values, log=True))
-    drawn = [plot.dots([p for p in points if p[1] > 0], f"w{width}") for width, points in sorted(coloured.items())]
+    drawn = [plot.dots([p for p in points if p[1] > 0], width_class(width))
+             for width, points in sorted(coloured.items())]
     low, high = next(iter(layers.values()))["widths"][:2]
-    words = legend({f"w{width}": f"chosen: {width} bits" for width in sorted(coloured)})
+    words = legend({width_class(width): f"chosen: {width} bits" for width in sorted(coloured)})
     title = f"predicted KL that {high} instead of {low} bits save, per expert, nats (logarithmic)"
     return _figure(words + plot.html(drawn, title, "layer", title, x_ticks=_layer_ticks(list(layers))),
                    "many" if len(values) > MANY * 8 else "")
@@ -147,8 +148,8 @@ def proxy_figure(facts: Facts) -> str:
     for layer, entry in measured.get("layers", {}).items():
         for column, width in enumerate(entry["widths"]):
             errors = [row[column] for row in entry["proxy_error"]]
-            lines.setdefault(f"w{width}", []).append((int(layer), sum(errors) / len(errors)))
-            words[f"w{width}"] = f"experts at {width} bits"
+            lines.setdefault(width_class(width), []).append((int(layer), sum(errors) / len(errors)))
+            words[width_class(width)] = f"experts at {width} bits"
     for layer, entry in measured.get("dense", {}).items():
         lines.setdefault("prose", []).append((int(layer), entry["mean"]))
         words["prose"] = "dense linears"

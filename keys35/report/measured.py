@@ -79,8 +79,9 @@ def _encoded_once(work: Workdir, measured: Container[str]) -> dict[str, dict[str
     """Layers whose experts were encoded behind a quantized prefix and never before: those of an MTP layer, unjudged."""
     layers: dict[str, dict[str, Any]] = {}
     for name, data in _receipts(work, "final/"):
-        layer, widths = str(int(name.split("/")[1].removeprefix("layer-"))), [int(width) for width in data["held"]]
+        layer = str(int(name.split("/")[1].removeprefix("layer-")))
         if layer not in measured:
+            widths = [int(width) for width in data["held"]]  # an MTP layer's one width is whole
             _append(layers.setdefault(layer, {"widths": widths}), data | {"widths": widths}, None)
     return layers
 

@@ -1,6 +1,7 @@
 """Pictures as inline SVG: geometry only, stretched to the page's width; every word is HTML, so it never shrinks.
 
-Colours are classes (w2 is the colour of two bits), so that the page's style sheet can follow light, dark and print.
+Colours are classes (w2 is the colour of two bits, w2-5 of two and a half), so that the page's style sheet can follow
+light, dark and print.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -70,6 +71,11 @@ def compact(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
+def width_class(width: float) -> str:
+    """The colour class of a number of bits."""
+    return f"w{width:g}".replace(".", "-")
+
+
 def bar(parts: Sequence[tuple[float, str]], label: str) -> str:
     """One stacked bar over the whole width: (share of it, colour class) from the left."""
     shapes, start = [], 0.0
@@ -80,20 +86,20 @@ def bar(parts: Sequence[tuple[float, str]], label: str) -> str:
            f'aria-label="{escape(label, quote=True)}">{"".join(shapes)}</svg>'
 
 
-def heat_map(rows: Sequence[Sequence[int]], label: str) -> str:
+def heat_map(rows: Sequence[Sequence[float]], label: str) -> str:
     """One cell per number, coloured by it: a path per colour, runs of equal cells joined where cells are many."""
     columns = max(map(len, rows))
-    paths: dict[int, list[str]] = {}
+    paths: dict[float, list[str]] = {}
     for y, row in enumerate(rows):
         for value, x, length in _runs(row, columns > SEPARATE):
             paths.setdefault(value, []).append(f"M{x} {y}h{length}v1h-{length}z")
     gap = " apart" if columns <= SEPARATE else ""
-    drawn = "".join(f'<path class="w{value}" d="{"".join(paths[value])}"/>' for value in sorted(paths))
+    drawn = "".join(f'<path class="{width_class(value)}" d="{"".join(paths[value])}"/>' for value in sorted(paths))
     return f'<svg class="heat{gap}" viewBox="0 0 {columns} {len(rows)}" preserveAspectRatio="none" role="img" ' \
            f'aria-label="{escape(label, quote=True)}">{drawn}</svg>'
 
 
-def _runs(row: Sequence[int], joined: bool) -> Iterator[tuple[int, int, int]]:
+def _runs(row: Sequence[float], joined: bool) -> Iterator[tuple[float, int, int]]:
     """(value, first column, columns) of equal neighbours, or of every cell."""
     start = 0
     for value, group in groupby(row):

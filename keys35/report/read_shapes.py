@@ -17,5 +17,5 @@ for shard in sorted(folder.glob("*.safetensors")):
         if ".mlp.experts." in name and name.endswith(".trellis") and int(name.split(".")[2]) < trunk:
             rows, columns, words = tensor["shape"]
             bits, weights = bits + rows * columns * words * 16, weights + rows * columns * 256
-            widths[words // 16] += ".down_proj." in name
+            widths[f"{words / 16:g}"] += ".down_proj." in name
 print(json.dumps({"mean": str(Fraction(bits, weights)), "experts": dict(sorted(widths.items())), "bytes": total}))

@@ -7,7 +7,7 @@ from html import escape
 
 from keys35.report.facts import RANDOM, Facts
 from keys35.report.figures import calibration_figure, cost_figures, layer_figure, map_figure, proxy_figure
-from keys35.report.pictures import bar, legend
+from keys35.report.pictures import bar, legend, width_class
 from keys35.report.words import (
     bits,
     coverage,
@@ -144,7 +144,7 @@ def widths(facts: Facts) -> str:
     if not facts.widths:
         return ""
     total = sum(facts.counts.values())
-    words = {f"w{width}": f"{width} bits: {count:,} experts ({share(count / total)})"
+    words = {width_class(width): f"{width} bits: {count:,} experts ({share(count / total)})"
              for width, count in facts.counts.items()}
     lead = f"One width per routed expert, {total:,} in {len(facts.widths)} layers; their mean is exactly " \
            f"{bits(facts.routed_mean)} bits. A row is a layer, a column an expert."

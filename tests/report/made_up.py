@@ -22,13 +22,13 @@ def metrics(kl: float, ppl: float = 10.5) -> dict:
             "confidence": [{"from": 0.0, "to": 0.5, "tokens": 512, "kl": kl, "top1": 0.9}]}
 
 
-def storage(widths: dict[int, list[int]]) -> dict:
+def storage(widths: dict[int, list[float]]) -> dict:
     """128 x 128 linears for every expert, an MTP layer, one dense linear, and carried tensors."""
     modules = {}
 
-    def linear(module: str, bits: int) -> None:
-        shapes = {"trellis": [8, 8, 16 * bits], "suh": [128], "svh": [128], "mul1": []}
-        nbytes = {"trellis": 8 * 8 * 16 * bits * 2, "suh": 256, "svh": 256, "mul1": 4}
+    def linear(module: str, bits: float) -> None:
+        shapes = {"trellis": [8, 8, int(16 * bits)], "suh": [128], "svh": [128], "mul1": []}
+        nbytes = {"trellis": int(8 * 8 * 16 * bits * 2), "suh": 256, "svh": 256, "mul1": 4}
         parts = {f"{module}.{part}": {"shape": shape, "n_bytes": nbytes[part], "dtype": "x"}
                  for part, shape in shapes.items()}
         modules[module] = {"stored_tensors": parts, "quant_format": "exl3", "bits_per_weight": bits}
@@ -44,19 +44,24 @@ def storage(widths: dict[int, list[int]]) -> dict:
     return modules
 
 
-def write_out(root: Path, ours: float = 0.05, mixes: tuple[float, ...] = (0.06, 0.07), **quality: object) -> Path:
-    """The report files of a small checkpoint whose allocation scores `ours` and whose random mixes score `mixes`."""
+def write_out(
+    root: Path, ours: float = 0.05, mixes: tuple[float, ...] = (0.06, 0.07), low: float = 2, **quality: object
+) -> Path:
+    """The report files of a small checkpoint whose allocation scores `ours` and whose random mixes score `mixes`.
+
+    low: the least width, which two experts of each layer have.
+    """
     root.mkdir(parents=True, exist_ok=True)
     chooser = random.Random(1)
-    widths = {layer: [2, 2] + [3] * (EXPERTS - 2) for layer in LAYERS}
-    mean = Fraction(sum(map(sum, widths.values())), len(LAYERS) * EXPERTS)
+    widths = {layer: [low, low] + [3] * (EXPERTS - 2) for layer in LAYERS}
+    mean = Fraction(sum(map(sum, widths.values()))) / (len(LAYERS) * EXPERTS)
     recipe = Recipe(name="made-up").model_dump(mode="json")
     report = {
         "format": "keys35-v1", "tool": "keys35 0.1.0", "recipe": recipe, "recipe_sha256": SHA,
         "source_fingerprint": {"config.json": SHA, "model.safetensors": f"9000000 bytes, header ab, sha256 {SHA}"},
         "calibration_text_sha256": SHA, "routed_mean_bits": float(mean), "routed_mean_bits_exact": str(mean),
-        "widths_by_layer": {str(layer): {"2": 2, "3": EXPERTS - 2} for layer in LAYERS},
-        "widths_total": {"2": 6, "3": 18}, "mtp_bits": 8, "dense_bits": 5,
+        "widths_by_layer": {str(layer): {str(low): 2, "3": EXPERTS - 2} for layer in LAYERS},
+        "widths_total": {str(low): 6, "3": 18}, "mtp_bits": 8, "dense_bits": 5,
         "proxy_errors": [{"role": "expert", "bits": 2, "linears": 18, "mean": 0.03, "max": 0.05}],
         "shards": [{"file": "model-00001-of-00001.safetensors", "bytes": 999, "sha256": SHA, "tensors": 9}],
         "total_bytes": 999, "carried_identical": ["model.norm.weight"], "dropped": [], "warnings": [],
@@ -71,7 +76,7 @@ def write_out(root: Path, ours: float = 0.05, mixes: tuple[float, ...] = (0.06, 
     for layer in (*LAYERS, 4):
         cost = [[c, c / 4, c / 16] for c in (chooser.uniform(1e-4, 1e-3) for _ in range(EXPERTS))]
         layers[str(layer)] = {
-            "widths": [2, 3, 4], "fit_rows": [900 + 100 * layer + e for e in range(EXPERTS)],
+            "widths": [low, 3, 4], "fit_rows": [900 + 100 * layer + e for e in range(EXPERTS)],
             "selection_rows": [50] * EXPERTS, "proxy_error": [[0.03, 0.01, 0.002]] * EXPERTS, "cost": cost,
             "chosen": widths.get(layer, [8] * EXPERTS),
         }

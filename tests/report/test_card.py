@@ -11,6 +11,8 @@ import pytest
 import yaml
 from made_up import metrics, write_out
 
+from keys35.files.headers import pack_header
+from keys35.report import card
 from keys35.report.card import CARD, SOURCE_CARD, write_card
 from keys35.report.html import write_making, write_report
 from keys35.stages.check import Engine, check
@@ -191,6 +193,17 @@ def test_read_me_shapes_and_check_agree(finished, tmp_path):
     assert front(out / CARD)["quantization"]["bits_per_weight"]["routed_experts"] == mean
     page = (out / "KEYS35_REPORT.html").read_text()
     assert f"<b>{mean:g}</b>" in page
+
+
+def test_the_cards_script_counts_half_rates(tmp_path):
+    layout = [(f"model.layers.1.mlp.experts.{expert}.down_proj.trellis", "I16", (1, 1, words))
+              for expert, words in enumerate((40, 40, 48))]
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 2}')
+    data = pack_header(layout, {}) + bytes(2 * sum(shape[-1] for _, _, shape in layout))
+    (tmp_path / "model-00001-of-00001.safetensors").write_bytes(data)
+    command = [sys.executable, "-I", str(Path(card.__file__).with_name("read_shapes.py")), str(tmp_path)]
+    read = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert read == {"mean": "8/3", "experts": {"2.5": 2, "3": 1}, "bytes": 256}
 
 
 def test_engines_as_check_sees_them(finished, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from fractions import Fraction
 from html.parser import HTMLParser
 
 import pytest
@@ -232,6 +233,34 @@ def test_logarithmic_axes_hold_their_values(low, high):
     assert 0 <= axis.at(low) <= axis.at(high) <= 1 and axis.low <= low and axis.high >= high
     assert 2 <= len(axis.ticks()) <= 8
     assert all(axis.low * 0.99 <= tick <= axis.high * 1.01 for tick in axis.ticks())
+
+
+def test_half_rates_have_colours_of_their_own(tmp_path):
+    text = write_report(write_out(tmp_path, low=2.5)).read_text()
+    used = set(re.findall(r"\bw\d[\w.-]*", " ".join(re.findall(r'class="([^"]*)"', text))))
+    assert {"w2-5", "w3"} <= used
+    for name in used:
+        assert f".{name} {{ color: var(--{name}); }}" in text and text.count(f"--{name}: #") == 3, name
+
+
+def test_a_work_directory_with_half_rates():
+    """Widths are chosen, and no checkpoint is there yet whose shapes would say the mean."""
+    assert Facts("chosen", widths={1: [2.5, 3], 2: [3, 3]}).routed_mean == Fraction(23, 8)
+
+
+def test_half_rates_behind_a_quantized_prefix(tmp_path):
+    from keys35.files.ledger import Workdir
+    from keys35.report.measured import measurements
+
+    work = Workdir.open(tmp_path / "work", {})
+    facts = {"fit_rows": [9], "proxy_error": {"2.5": [[0.1, 0.2, 0.3]]}}
+    judged = {"widths": [2.5], "error": [None], "selection_rows": [3]}
+    work.commit("experts/layer-001/0000", [], facts | judged)
+    work.commit("final/layer-001/0000", [], facts | {"held": {"2.5": [0]}})
+    mtp = {"fit_rows": [7], "proxy_error": {"8": [[0.1, 0.1, 0.1]]}, "held": {"8": [0]}}
+    work.commit("final/layer-002/0000", [], mtp)
+    found = measurements(work)["layers"]
+    assert found["1"]["widths"] == [2.5] and found["2"] == {"widths": [8], "fit_rows": [7], "proxy_error": [[0.1]]}
 
 
 def test_made_up_widths_are_counted(out):
