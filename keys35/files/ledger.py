@@ -154,14 +154,22 @@ class Workdir:
             raise
 
     def events(self) -> list[dict[str, Any]]:
-        """All lines of the log, except those that a kill cut short."""
+        """All lines of the log, except those that a kill or a full disk cut short."""
         path = self.root / LOG_FILE
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("}")]
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        return [event for line in lines if (event := _whole(line)) is not None]
 
     def _receipt_path(self, unit: str) -> Path:
         path = self.path(RECEIPTS, unit)
         return path.with_name(path.name + ".json")
+
+
+def _whole(line: str) -> dict[str, Any] | None:
+    """A line's event; None if it was cut, which may be behind the bracket of something inside it."""
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
 
 
 def _as_json(job: dict[str, Any]) -> dict[str, Any]:

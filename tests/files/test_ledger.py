@@ -172,6 +172,14 @@ def test_log_lines_carry_utc_time_and_a_torn_line_is_left_out(work: Workdir) -> 
     assert events[1]["error"] == 1e-05
     work.log("resumed")
     assert [event["event"] for event in work.events()] == ["start", "end", "resumed"]
+    whole = (work.root / "log.jsonl").read_bytes()
+    work.log("timed", seconds={"reading": 0.5})
+    for size in range(len(whole) + 1, (work.root / "log.jsonl").stat().st_size - 1):
+        os.truncate(work.root / "log.jsonl", size)
+        assert len(work.events()) == 3, "also where it was cut behind an inner bracket"
+        with open(work.root / "log.jsonl", "wb") as file:
+            file.write(whole)
+        work.log("timed", seconds={"reading": 0.5})
 
 
 UNITS = """
