@@ -60,4 +60,6 @@ def fetch(
         done = run_fetch(hub, to, progress, pinned)
     voice.say(f"[green]verified[/green] {to}: {count(done.files, 'file')}, {human_bytes(done.bytes)}, "
               f"{count(len(done.source.tensors), 'tensor')}")
+    if done.source.fp8:
+        voice.say("Its weights are FP8: plan, measure and run want --fp8, and the result inherits that loss")
     voice.result({"repo": repo, "revision": pinned, "to": to, "files": done.files, "bytes": done.bytes})

@@ -89,8 +89,8 @@ class ShardedSource:
             self.tensors[name] = SourceTensor(held.file, entry, stored, self.tensors.pop(scale))
 
     @classmethod
-    def open(cls, root: Path, fp8: bool = False) -> "ShardedSource":
-        """Open a checkpoint from headers alone.
+    def open(cls, root: Path, fp8: bool | None = False) -> "ShardedSource":
+        """Open a checkpoint from headers alone; fp8: whether its weights are FP8, None if either will do.
 
         Raises SourceError for missing, truncated, unlisted or malformed shards, an index that disagrees with
         them, names that are not plain file names, pickled weights, and FP8 weights unless `fp8` asks for them;
@@ -102,14 +102,16 @@ class ShardedSource:
         config = _read_object(root / "config.json")
         index = _read_object(root / INDEX_NAME) if os.path.lexists(root / INDEX_NAME) else None
         if index is None:
-            source = cls(root, config, (_only_shard(root),), fp8)
+            shards: tuple[ShardHeader, ...] = (_only_shard(root),)
         else:
             weight_map = read_weight_map(root / INDEX_NAME, index)
             files = sorted(set(weight_map.values()))
             check_files(root, files)
             shards = read_headers(root, files)
             check_agreement(root, shards, weight_map, index.get("metadata"))
-            source = cls(root, config, shards, fp8)
+        if fp8 is None:
+            fp8 = any(entry.dtype.startswith("F8_") for shard in shards for entry in shard.entries.values())
+        source = cls(root, config, shards, fp8)
         if not fp8:
             _refuse_fp8(source)
         return source

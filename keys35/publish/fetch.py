@@ -54,7 +54,7 @@ def fetch(hub: Hub, to: Path, progress: Progress | None = None, revision: str | 
         arrived = pool.map(lambda file: _bring(hub, hashes, file, commit), files)
         for step in (progress or Progress()).walk("fetch", files, attrgetter("name")):
             step.kept = next(arrived)
-    return Fetched(hub.repo, commit, len(files), sum(f.size for f in files), ShardedSource.open(to))
+    return Fetched(hub.repo, commit, len(files), sum(f.size for f in files), ShardedSource.open(to, fp8=None))
 
 
 def _is_wanted(name: str) -> bool:

@@ -60,7 +60,7 @@ def score(
 
     Raises RankError, SourceError, PlanError.
     """
-    source = ShardedSource.open(reference)
+    source = ShardedSource.open(reference, fp8=None)
     config = GlmConfig.from_dict(source.config, mtp_hidden=mtp_hidden)
     place = choose_device(device, 0, 1)
     states = scratch / f"reference-{panel.fingerprint[:12]}"

@@ -74,7 +74,7 @@ class Validation:
     ) -> None:
         """Make the reference and give the ranks their jobs."""
         check_ranks(out, tp)
-        source = ShardedSource.open(reference, recipe.source.fp8)
+        source = ShardedSource.open(reference, fp8=None)  # what FP8 lost may be judged against BF16
         config = GlmConfig.from_dict(source.config, mtp_hidden=recipe.mtp.hidden)
         store = WeightStore(source, config, device=backend_device(recipe.encoder.backend))
         self.out, self.tp, self.scratch, self.hidden = out, tp, scratch, recipe.mtp.hidden

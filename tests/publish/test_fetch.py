@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from builders import write_checkpoint
 from fake_hub import Entry, FakeHub
 from huggingface_hub import HfApi
 
@@ -50,6 +52,15 @@ def test_fetches_and_verifies(hub: Hub, stocked: FakeHub, source: Path, tmp_path
     before = len(downloads(stocked))
     fetch(hub, tmp_path / "to", Progress(show=seen.append))
     assert len(downloads(stocked)) == before and seen[-1].kept == done.files
+
+
+def test_an_fp8_source_is_fetched_too(hub: Hub, server: FakeHub, tmp_path: Path) -> None:
+    """What was asked for is there and verified; that --fp8 is needed is said by who reads it."""
+    held = {"a.weight": torch.zeros(128, 128).to(torch.float8_e4m3fn), "a.weight_scale_inv": torch.ones(1, 1)}
+    fp8 = write_checkpoint(tmp_path / "fp8", held, shards=2)
+    server.state.put("source", {path.name: Entry(path.read_bytes(), False) for path in fp8.iterdir()})
+    done = fetch(hub, tmp_path / "to")
+    assert done.source.fp8 and fetched(tmp_path / "to") == fetched(fp8)
 
 
 def test_a_revision_is_pinned_while_the_branch_moves(

@@ -12,6 +12,8 @@ from keys35.files.source import ShardedSource
 from keys35.glm.config import GlmConfig
 from keys35.glm.names import census
 from keys35.progress import Progress
+from keys35.runtime.panel import Panel
+from keys35.stages.panels import validate_panel
 from keys35.stages.plan import plan
 from keys35.stages.scan import scan
 
@@ -50,3 +52,11 @@ def test_every_value_is_read_once_and_near_the_original(sources: tuple[Path, Pat
     for name in plain.tensors:
         a, b = plain.read(name).float(), fp8.read(name).float()
         assert (a - b).abs().max() <= 0.07 * a.abs().max(), name
+
+
+def test_either_kind_can_be_what_a_checkpoint_is_judged_by(sources: tuple[Path, Path], tmp_path: Path) -> None:
+    plain, fp8 = sources
+    assert [ShardedSource.open(root, fp8=None).fp8 for root in sources] == [False, True]
+    panel = Panel.of("words", [torch.arange(20, 44)], ["words"])
+    found = validate_panel(plain, fp8, panel, 1, tmp_path, Progress(), device="cpu")
+    assert 0 < found["metrics"]["kl"] < 0.1, "what FP8 lost"
