@@ -11,7 +11,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from keys35.errors import RecipeError
+from keys35 import __version__
+from keys35.errors import Keys35Error, RecipeError
 
 INTEGER_WIDTHS = frozenset(range(1, 9))
 EXPERT_WIDTHS = INTEGER_WIDTHS | {1.5, 2.5, 3.5}
@@ -252,6 +253,16 @@ def load_recipe(name: str | Path) -> Recipe:
     except ValidationError as error:
         lines = [f"  {'.'.join(map(str, e['loc'])) or 'recipe'}: {_plain(e)}" for e in error.errors()]
         raise RecipeError(f"{path} has {len(lines)} problem(s):\n" + "\n".join(lines)) from None
+
+
+def stored_recipe(value: object, refusal: type[Keys35Error], where: Path) -> Recipe:
+    """A recipe as a job or a checkpoint keeps it; raises `refusal` for one that another version of keys35 wrote."""
+    try:
+        return Recipe.model_validate(value)
+    except ValidationError as error:
+        keys = ", ".join(".".join(map(str, e["loc"])) or "the whole" for e in error.errors())
+        raise refusal(f"{where} keeps a recipe that keys35 {__version__} cannot read ({keys}): use the version that "
+                      "wrote it") from None
 
 
 def _plain(error: dict) -> str:

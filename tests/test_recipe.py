@@ -1,12 +1,17 @@
 """Recipes: what ships is legal, what is wrong is named with its key and value."""
 
+import json
 from fractions import Fraction
 
 import pytest
 
 from keys35.calibration.text import load_text_set
-from keys35.errors import RecipeError
+from keys35.errors import ContractError, RecipeError, ResumeError
+from keys35.files.ledger import WHEREABOUTS
 from keys35.recipe import load_recipe, resource_dir
+from keys35.stages.assemble import REPORT
+from keys35.stages.job import resume_job
+from keys35.stages.validate import recipe_of
 
 
 def test_shipped_recipes_load():
@@ -53,3 +58,19 @@ def test_the_panel_judges_and_does_not_shape():
     recipe = load_recipe("demo")
     other = recipe.model_copy(update={"panel": recipe.panel.model_copy(update={"windows": 2})})
     assert other.guarded() == recipe.guarded() and other.digest() != recipe.digest()
+
+
+def test_a_recipe_of_another_version_is_refused_where_it_is_kept(tmp_path):
+    """A job or a checkpoint that a later version made: no traceback, and the key that is not known here."""
+    stored = load_recipe("demo").model_dump(mode="json")
+    stored["encoder"]["patience"] = 3
+    (tmp_path / WHEREABOUTS).write_text(json.dumps({"source": "elsewhere", "recipe": stored}))
+    (tmp_path / REPORT).write_text(json.dumps({"recipe": stored}))
+    with pytest.raises(ResumeError, match=r"whereabouts.json keeps a recipe.*\(encoder.patience\)"):
+        with resume_job(tmp_path):
+            pass
+    with pytest.raises(ContractError, match=r"REPORT.json keeps a recipe.*\(encoder.patience\)"):
+        recipe_of(tmp_path)
+    (tmp_path / REPORT).write_text("{}")
+    with pytest.raises(ContractError, match="the whole"):
+        recipe_of(tmp_path)

@@ -20,7 +20,7 @@ from keys35.files.source import ShardedSource
 from keys35.glm.config import GlmConfig, refuse_other_architectures
 from keys35.glm.names import TensorRule, census, match_source
 from keys35.glm.weights import WeightStore
-from keys35.recipe import Recipe
+from keys35.recipe import Recipe, stored_recipe
 from keys35.report.machine import machine
 from keys35.stages.budget import within_size
 from keys35.stages.feasible import refuse_impossible
@@ -142,7 +142,8 @@ def resume_job(root: Path) -> Iterator[Job]:
     if not path.is_file():
         raise ResumeError(f"{root} holds no keys35 job: start with `keys35 measure SOURCE --recipe R --work {root}`")
     facts = read_json(path)
-    with open_job(Path(facts["source"]), Recipe.model_validate(facts["recipe"]), root, facts.get("keep", "all")) as job:
+    recipe = stored_recipe(facts["recipe"], ResumeError, path)
+    with open_job(Path(facts["source"]), recipe, root, facts.get("keep", "all")) as job:
         yield job
 
 
@@ -150,7 +151,7 @@ def attach_job(root: Path) -> Job:
     """The job that a driver holds open, for one of its workers: no lock is taken and no resume checked."""
     work = Workdir.open(root, None)
     facts = read_json(work.path(WHEREABOUTS))
-    recipe = Recipe.model_validate(facts["recipe"])
+    recipe = stored_recipe(facts["recipe"], ResumeError, work.path(WHEREABOUTS))
     opened, config, dropped = read_source(Path(facts["source"]), recipe)
     rules = profile_rules(census(config), recipe.output.profile)
     text = load_text_set(recipe.calibration.set).only(recipe.calibration.domains)

@@ -15,7 +15,7 @@ from keys35.files.source import ShardedSource
 from keys35.glm.config import GlmConfig
 from keys35.glm.weights import WeightStore
 from keys35.progress import Progress
-from keys35.recipe import Recipe
+from keys35.recipe import Recipe, stored_recipe
 from keys35.runtime.group import RankGroup
 from keys35.runtime.launch import (
     PanelResult,
@@ -35,9 +35,9 @@ _PANELS: dict[tuple, Panel] = {}  # the last one: a run asks for its panel four 
 
 
 def recipe_of(out: Path) -> Recipe:
-    """The recipe a finished checkpoint was made by, from its report."""
+    """The recipe a finished checkpoint was made by, from its report; raises ContractError if that cannot be read."""
     report = read_json(out / REPORT, ContractError, "it is no keys35 checkpoint, or its report is damaged")
-    return Recipe.model_validate(report["recipe"])
+    return stored_recipe(report.get("recipe"), ContractError, out / REPORT)
 
 
 def validate(
