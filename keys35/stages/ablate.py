@@ -7,7 +7,7 @@ variant resumes, so several processes may work on different ones and a last one 
 import hashlib
 import json
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
@@ -73,18 +73,31 @@ def load_variants(path: Path | None, only: Sequence[str] = ()) -> list[Variant]:
 
 
 def vary(recipe: Recipe, changes: dict[str, Any]) -> Recipe:
-    """The recipe with dotted keys changed; raises RecipeError for a key or value that recipes do not have."""
+    """The recipe with dotted keys changed; raises RecipeError for a key or value that recipes do not have.
+
+    TOML makes tables of dotted keys without quotes: those change the keys they name and no others, too.
+    """
     values = recipe.model_dump()
-    for key, value in changes.items():
+    for key, value in _dotted(changes):
         *sections, leaf = key.split(".")
         part = values
         for section in sections:
-            part = part.setdefault(section, {})
+            if not isinstance(part.get(section), dict):
+                part[section] = {}  # which the recipe refuses by name
+            part = part[section]
         part[leaf] = value
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
         raise RecipeError(f"variant {changes}: {error.errors()[0]['loc']} {error.errors()[0]['msg']}") from None
+
+
+def _dotted(changes: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in changes.items():
+        if isinstance(value, dict):
+            yield from _dotted(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
 
 
 def ablate(

@@ -27,7 +27,18 @@ def test_a_variant_changes_what_it_names():
     assert vary(changed, {"calibration.shrink": base.calibration.shrink, "seed": base.seed}) == base
 
 
+def test_dotted_keys_without_quotes_change_no_others(tmp_path):
+    """TOML reads them as tables; the section's other keys stayed behind, at their defaults."""
+    (tmp_path / "v.toml").write_text("[[variant]]\ngroup = 'a'\nname = 'b'\nset = { experts.bits = 2.5, seed = 7 }\n")
+    [variant] = load_variants(tmp_path / "v.toml")
+    base = small_recipe()
+    changed = vary(base, variant.changes)
+    assert changed == vary(base, {"experts.bits": 2.5, "seed": 7}) and changed.experts.group == base.experts.group
+
+
 def test_unknown_keys_and_names_are_refused(tmp_path):
+    with pytest.raises(RecipeError, match="seed"):
+        vary(load_recipe("demo"), {"seed.of": 0.5})
     with pytest.raises(RecipeError, match="shrinks"):
         vary(load_recipe("demo"), {"calibration.shrinks": 0.5})
     with pytest.raises(RecipeError, match="has no variant 'nobody'|has no variant nobody"):
