@@ -17,8 +17,8 @@ app = typer.Typer(
     help="Turn a very large mixture-of-experts checkpoint into a small EXL3 one, and prove what it lost.",
 )
 # Tables need room: where nobody watches a terminal, they are not squeezed into 80 columns.
-_console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 140)
-voice = Voice(_console, Console(stderr=True))
+_console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 140, emoji=False)
+voice = Voice(_console, Console(stderr=True, emoji=False))
 
 
 def _version(value: bool) -> None:

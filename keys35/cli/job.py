@@ -37,7 +37,7 @@ def plan(
     if scan:
         with voice.progress() as progress:
             read = run_scan(source, progress, chosen.source.fp8)
-            voice.say(f"[green]passed[/green] all values of {read} tensors are finite")
+            voice.say(f"all values of {read} tensors are finite", "passed")
 
 
 @app.command()
@@ -235,5 +235,5 @@ def _run(
         with voice.progress(job.work) as progress:
             result = run_all(job, out, progress, tp, workers)
     voice.result(result, show_run)
-    voice.say(f"[green]passed[/green] the finished checkpoint is in {out}")
+    voice.say(f"the finished checkpoint is in {out}", "passed")
     return result

@@ -29,13 +29,13 @@ def upload(
         with voice.progress() as progress:
             files = preflight(out, repo, progress)
         size = human_bytes(sum(file.size for file in files))
-        voice.say(f"[green]passed[/green] {out}: {count(len(files), 'file')}, {size} may go to {repo}")
+        voice.say(f"{out}: {count(len(files), 'file')}, {size} may go to {repo}", "passed")
         voice.result({"repo": repo, "files": files})
         return
     with voice.progress() as progress:
         done = run_upload(out, Hub.connect(repo), progress, private=private, prune=prune)
-    voice.say(f"[green]complete[/green] {done.repo} at {done.revision}: {count(done.files, 'file')}, "
-              f"{human_bytes(done.bytes)}; sent {len(done.sent)} this time")
+    voice.say(f"{done.repo} at {done.revision}: {count(done.files, 'file')}, "
+              f"{human_bytes(done.bytes)}; sent {len(done.sent)} this time", "complete")
     voice.result(done)
 
 
@@ -58,8 +58,8 @@ def fetch(
     voice.say(f"{repo} at {pinned}")
     with voice.progress() as progress:
         done = run_fetch(hub, to, progress, pinned)
-    voice.say(f"[green]verified[/green] {to}: {count(done.files, 'file')}, {human_bytes(done.bytes)}, "
-              f"{count(len(done.source.tensors), 'tensor')}")
+    voice.say(f"{to}: {count(done.files, 'file')}, {human_bytes(done.bytes)}, "
+              f"{count(len(done.source.tensors), 'tensor')}", "verified")
     if done.source.fp8:
         voice.say("Its weights are FP8: plan, measure and run want --fp8, and the result inherits that loss")
     voice.result({"repo": repo, "revision": pinned, "to": to, "files": done.files, "bytes": done.bytes})

@@ -24,7 +24,7 @@ def live_progress(
         yield Progress(work, lambda tick: _print_line(console, tick))
         return
     columns = (TextColumn("[bold]{task.description:>10}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Bars(*columns, TextColumn("{task.fields[left]}  {task.fields[note]}"), console=console) as bars:
+    with Bars(*columns, TextColumn("{task.fields[left]}  {task.fields[note]}", markup=False), console=console) as bars:
         tasks: dict[str, TaskID] = {}
 
         def draw(tick: Tick) -> None:
@@ -39,4 +39,5 @@ def live_progress(
 def _print_line(console: Console, tick: Tick) -> None:
     left = human_seconds(tick.seconds_left) if tick.done < tick.total else "done"
     if tick.done:
-        console.print(f"{tick.stage:>10} {tick.done}/{tick.total}  {tick.note}  ({left})", highlight=False)
+        line = f"{tick.stage:>10} {tick.done}/{tick.total}  {tick.note}  ({left})"
+        console.print(line, highlight=False, markup=False)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from keys35.files.atomic import read_json
@@ -59,7 +60,7 @@ def read_status(root: Path) -> Status:
 
 def show_status(console: Console, status: Status) -> None:
     """Finished units per stage and layer, the running stage's rate and time left."""
-    console.print(f"[bold]{status.work}[/bold]  recipe {status.recipe}, keys35 {status.tool}")
+    console.print(f"[bold]{escape(str(status.work))}[/bold]  recipe {status.recipe}, keys35 {status.tool}")
     table = Table("units", "finished")
     for kind, count in status.finished.items():
         table.add_row(kind, str(count))
@@ -71,7 +72,8 @@ def show_status(console: Console, status: Status) -> None:
     tick, state = status.last, status.state
     console.print(
         f"last stage [bold]{tick.stage}[/bold]: {tick.done} of {tick.total} ({tick.kept} kept), "
-        f"{tick.note or 'starting'}; {tick.rate * 60:.1f} units a minute, {human_seconds(tick.seconds_left)} left; "
+        f"{escape(tick.note) or 'starting'}; {tick.rate * 60:.1f} units a minute, "
+        f"{human_seconds(tick.seconds_left)} left; "
         f"{state}{'; run the same command again' if state == 'stopped' else ''}, "
         f"last sign of life {human_seconds(time.time() - tick.updated)} ago"
     )

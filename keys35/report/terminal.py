@@ -40,7 +40,7 @@ def human_seconds(seconds: float | None) -> str:
 
 def show_plan(console: Console, plan: "Plan") -> None:
     """Coverage, sizes per class and per rank, needs."""
-    table = Table(title=f"{plan.source}  with recipe  {plan.recipe}", title_justify="left")
+    table = Table(title=f"{escape(plan.source)}  with recipe  {plan.recipe}", title_justify="left")
     for name in ("class", "tensors", "parameters", "source", "output", f"rank (TP {plan.tp})"):
         table.add_column(name, justify="left" if name == "class" else "right")
     for row in plan.classes:
@@ -106,7 +106,7 @@ def show_allocation(console: Console, allocation: dict) -> None:
         table.add_row(name, entry["mean"], counts, f"{entry['predicted_kl']:.4f}")
     console.print(table)
     choice = allocation["choice"]
-    gains = ", ".join(f"{name} {gain:.1%}" for name, gain in choice["gains"].items())
+    gains = ", ".join(f"{escape(name)} {gain:.1%}" for name, gain in choice["gains"].items())
     console.print(f"Costs from two halves of the held-out text: rank correlation {choice['correlation']:.2f}; widths "
                   f"from one half gain on the other, over a random mix: {gains or 'not compared'}.", soft_wrap=True)
     if checked := allocation["predicted"]:
@@ -137,7 +137,7 @@ def show_run(console: Console, result: dict) -> None:
     show_validation(console, result["validation"])
     show_quality(console, result["baselines"])
     if result["warning"]:
-        console.print(f"[bold red]warning[/bold red] {result['warning']}")
+        console.print(f"[bold red]warning[/bold red] {escape(result['warning'])}", soft_wrap=True)
 
 
 def quality_rows(baselines: dict[str, dict]) -> list[list[str]]:
@@ -199,7 +199,7 @@ def show_validation(console: Console, quality: dict) -> None:
         highlight=False,
     )
     for line in _details(quality):
-        console.print(f"    {line}", highlight=False)
+        console.print(f"    {line}", highlight=False, markup=False)
 
 
 def _details(quality: dict) -> Iterator[str]:

@@ -42,9 +42,11 @@ class Voice:
         """Choose the mode, once, before a command runs."""
         self.mode, self.console.quiet = mode, mode is not Mode.TEXT
 
-    def say(self, text: str) -> None:
-        """A line for people; markup allowed, never wrapped, so that paths can be copied."""
-        self.console.print(text, highlight=False, soft_wrap=True)
+    def say(self, text: str, good: str = "") -> None:
+        """A line for people, behind a green word if one is given; as it is and never wrapped: paths can be copied."""
+        if good:
+            self.console.print(f"[green]{good}[/green]", end=" ")
+        self.console.print(text, highlight=False, soft_wrap=True, markup=False)
 
     def result(self, value: T, show: Callable[[Console, T], None] | None = None) -> None:
         """What a command found: shown to people, or printed whole for programs."""

@@ -1,0 +1,53 @@
+"""What the terminal says is what it was given: names and paths in brackets are no markup."""
+
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from made_up import metrics
+from rich.console import Console
+
+from keys35.progress import Progress
+from keys35.report.live import live_progress
+from keys35.report.status import Status, show_status
+from keys35.report.terminal import show_validation
+from keys35.report.voice import Voice
+
+NAME = "prose [raw] [/x]"
+
+
+def say(console: Console) -> None:
+    Voice(console, console).say(f"the finished checkpoint is in /data/{NAME}", "passed")
+
+
+def status(console: Console) -> None:
+    ticks = []
+    for _ in Progress(show=ticks.append).walk("panel", [NAME]):
+        pass
+    show_status(console, Status(Path(NAME), "recipe", "0", {}, (1, 1), (1, 1), ticks[-1]))
+
+
+def validation(console: Console) -> None:
+    found = metrics(0.1) | {"domains": {NAME: metrics(0.1)["domains"]["prose"]}}
+    show_validation(console, {"metrics": found, "noise_floor": {"kl": 0.0}, "panel": {"windows": 1, "tokens": 512},
+                              "ranks": [], "tp_against_one": None})
+
+
+def progress(console: Console) -> None:
+    with live_progress(console, None) as shown:
+        for _ in shown.walk("panel", [NAME]):
+            pass
+
+
+@pytest.mark.parametrize("show", [say, status, validation, progress])
+def test_names_are_shown_as_they_are(show: Callable[[Console], None]) -> None:
+    console = Console(file=StringIO(), width=300)
+    show(console)
+    assert NAME in console.file.getvalue()
+
+
+def test_a_good_end_is_one_line() -> None:
+    console = Console(file=StringIO(), width=40)
+    say(console)
+    assert console.file.getvalue() == f"passed the finished checkpoint is in /data/{NAME}\n"
