@@ -12,11 +12,10 @@ from keys35.report.facts import REPORT, REPOSITORY, Facts, facts_of_checkpoint
 from keys35.report.html import PAGE
 from keys35.report.measured import MEASUREMENTS
 from keys35.report.sections import describe_machine
-from keys35.report.terminal import markdown_table
+from keys35.report.terminal import human_seconds, markdown_table
 from keys35.report.words import (
     bits,
     coverage,
-    duration,
     few_rows,
     nats,
     noise,
@@ -227,8 +226,8 @@ def _making(facts: Facts) -> str:
                      f"every width is in [{MEASUREMENTS}]({MEASUREMENTS}).")
     made = facts.making or {}
     if made.get("seconds"):
-        steps = ", ".join(f"{step} {duration(value)}" for step, value in made["seconds"].items())
-        lines.append(f"Time, wall clock: {duration(sum(made['seconds'].values()))} ({steps}).")
+        steps = ", ".join(f"{step} {human_seconds(value)}" for step, value in made["seconds"].items())
+        lines.append(f"Time, wall clock: {human_seconds(sum(made['seconds'].values()))} ({steps}).")
     lines += [f"Hardware: {describe_machine(machine)}." for machine in made.get("machines", [])]
     return "## How it was made\n\n" + "\n\n".join(line for line in lines if line)
 

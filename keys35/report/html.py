@@ -11,7 +11,8 @@ from keys35.files.ledger import MANIFEST, Workdir
 from keys35.report.facts import REPOSITORY, Facts, facts_of_checkpoint, facts_of_work
 from keys35.report.measured import MAKING, MAKING_FORMAT, MEASUREMENTS, making, measurements
 from keys35.report.sections import SECTIONS
-from keys35.report.words import bits, duration, nats, noise, share, short_size
+from keys35.report.terminal import human_seconds
+from keys35.report.words import bits, nats, noise, share, short_size
 
 PAGE, WORK_PAGE = "KEYS35_REPORT.html", "report.html"
 
@@ -95,5 +96,6 @@ def _tiles(facts: Facts) -> Sequence[tuple[str, str, str]]:
             tiles.append(("MTP drafts accepted", share(metrics["mtp"]["acceptance"]),
                           f"BF16: {share(metrics['mtp']['acceptance_reference'])}"))
     if facts.making and facts.making["seconds"]:
-        tiles.append(("made in", duration(sum(facts.making["seconds"].values())), "wall clock, without validation"))
+        spent = human_seconds(sum(facts.making["seconds"].values()))
+        tiles.append(("made in", spent, "wall clock, without validation"))
     return tiles

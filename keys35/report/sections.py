@@ -8,10 +8,10 @@ from html import escape
 from keys35.report.facts import RANDOM, Facts
 from keys35.report.figures import calibration_figure, cost_figures, layer_figure, map_figure, proxy_figure
 from keys35.report.pictures import bar, legend, width_class
+from keys35.report.terminal import human_seconds
 from keys35.report.words import (
     bits,
     coverage,
-    duration,
     few_rows,
     nats,
     noise,
@@ -212,8 +212,8 @@ def effort(facts: Facts) -> str:
     total = sum(made["seconds"].values())
     rows = []
     for step, seconds in sorted(made["seconds"].items(), key=lambda item: -item[1]):
-        drawn = bar([(seconds / (total or 1), "accent")], duration(seconds))
-        rows.append([escape(step), duration(seconds), f'<td class="graph">{drawn}</td>'])
+        drawn = bar([(seconds / (total or 1), "accent")], human_seconds(seconds))
+        rows.append([escape(step), human_seconds(seconds), f'<td class="graph">{drawn}</td>'])
     machines = [_under(escape(describe_machine(m))) for m in made["machines"]] or \
         [_under("The log names no machine.")]
     return _section("Time and hardware", *machines, table(("work", "wall clock", ""), rows) if rows else "")

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from math import isnan
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -30,7 +31,7 @@ def count(number: int, noun: str) -> str:
 
 
 def human_seconds(seconds: float | None) -> str:
-    """A duration for people, "unknown" for None."""
+    """A duration for people: 95 s, 12 min, 7.2 h; "unknown" for None."""
     if seconds is None:
         return "unknown"
     if seconds < 120:
@@ -167,7 +168,7 @@ def _flat(metrics: dict) -> list[float]:
 
 def _format(cells: list[float]) -> list[str]:
     forms = (".4f", ".4f", ".1%", ".1%", ".3f", ".3f", ".1%", ".1%")
-    return [format(value, form) for value, form in zip(cells, forms, strict=True)]
+    return ["" if isnan(value) else format(value, form) for value, form in zip(cells, forms, strict=True)]
 
 
 def show_quality(console: Console, baselines: dict[str, dict]) -> None:

@@ -28,13 +28,6 @@ def short_size(nbytes: int) -> str:
     return size(nbytes).split(" (")[0]
 
 
-def duration(seconds: float) -> str:
-    """95 s, 12 min, 7.2 h."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
 def bits(value: Fraction | float | None) -> str:
     """2.75; exact as a decimal where it is short, "carried" for what is not encoded."""
     return "carried" if value is None else f"{float(value):.6g}"

@@ -11,7 +11,7 @@ from rich.console import Console
 from keys35.progress import Progress
 from keys35.report.live import live_progress
 from keys35.report.status import Status, show_status
-from keys35.report.terminal import show_validation
+from keys35.report.terminal import quality_rows, show_validation
 from keys35.report.voice import Voice
 
 NAME = "prose [raw] [/x]"
@@ -51,3 +51,9 @@ def test_a_good_end_is_one_line() -> None:
     console = Console(file=StringIO(), width=40)
     say(console)
     assert console.file.getvalue() == f"passed the finished checkpoint is in /data/{NAME}\n"
+
+
+def test_a_model_without_mtp_has_no_acceptance() -> None:
+    scored = {key: value for key, value in metrics(0.1).items() if key != "mtp"}
+    for row in quality_rows({"allocation": scored, "random-0": scored, "random-1": scored}):
+        assert row[-2:] == ["", ""] and "nan" not in " ".join(row)
