@@ -12,6 +12,7 @@ from keys35.files.atomic import Contents, write_json, write_safetensors
 from keys35.files.headers import tensor_nbytes
 
 INDEX_NAME = "model.safetensors.index.json"
+METADATA = {"format": "pt"}  # which transformers asks for
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,20 +45,17 @@ def shard_name(number: int, total: int) -> str:
     return f"model-{number:05d}-of-{total:05d}.safetensors"
 
 
-def write_shard(
-    path: Path, specs: Sequence[TensorSpec], metadata: dict[str, str] | None = None
-) -> ShardReceipt:
+def write_shard(path: Path, specs: Sequence[TensorSpec]) -> ShardReceipt:
     """Stream one shard to disk atomically, hashing on the way; the next pieces are read while these are written.
 
-    Tensors keep the order given; metadata defaults to {"format": "pt"}. At most two tensors are in memory, of large
+    Tensors keep the order given. At most two tensors are in memory, of large
     ones that come in pieces only a few of those. PlanError if a producer's bytes do not match its dtype and shape;
     ResumeError with the needed and free bytes if the disk fills up. In both cases nothing is left under the final name.
     """
     layout = [(spec.name, spec.dtype, spec.shape) for spec in specs]
-    metadata = {"format": "pt"} if metadata is None else metadata
     with closing(ahead(_flat(specs))) as pieces:
         contents = (takewhile(lambda piece: piece is not None, pieces) for _ in specs)
-        size, digest = write_safetensors(path, layout, contents, metadata)
+        size, digest = write_safetensors(path, layout, contents, METADATA)
     total = sum(spec.nbytes for spec in specs)
     return ShardReceipt(Path(path).name, size, digest, tuple(spec.name for spec in specs), total)
 

@@ -12,6 +12,7 @@ from keys35.errors import PlanError, SourceError
 from keys35.glm.config import GlmConfig
 
 BLOCK = 128  # a Hadamard block: EXL3 dimensions and their slices are whole blocks
+MOST_RANKS = 8  # of one machine; products come in as many shares, so more would cost every pass for few
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
@@ -295,11 +296,11 @@ def check_tp(config: GlmConfig, tp: int) -> None:
         raise PlanError(f"{found}; this model can have {legal} ranks")
 
 
-def most_ranks(config: GlmConfig, limit: int = 8) -> int:
-    """The largest power of two, up to a limit, of ranks that this model can have."""
+def most_ranks(config: GlmConfig) -> int:
+    """The largest power of two, up to MOST_RANKS, of ranks that this model can have."""
     ranks = 1
     try:
-        while 2 * ranks <= limit:
+        while 2 * ranks <= MOST_RANKS:
             check_tp(config, 2 * ranks)
             ranks *= 2
     except PlanError:

@@ -36,9 +36,9 @@ class WeightStore:
     """All weights of a checkpoint for one rank of `tp`; reads only that rank's bytes.
 
     A linear is EXL3 when its trellis exists and plain otherwise, so a source, an output and a mixture load alike.
-    With `shares`, every product that ranks cut is made in equal parts of the whole, however many of them this rank
-    has: the same shapes and the same sums, so the same bits for any number of ranks. `read` counts bytes by role and
-    by "sharded" or "replicated". Values come in `dtype` on `device`, except the router's correction bias, which
+    In shares (`in_shares`), every product that ranks cut is made in equal parts of the whole, however many of them this
+    rank has: the same shapes and the same sums, so the same bits for any number of ranks. `read` counts bytes by role
+    and by "sharded" or "replicated". Values come in `dtype` on `device`, except the router's correction bias, which
     stays float32.
     """
 
@@ -51,11 +51,10 @@ class WeightStore:
         dtype: torch.dtype = torch.float32,
         tp: int = 1,
         rank: int = 0,
-        shares: int = 1,
     ) -> None:
         self.source, self.config, self.rules = source, config, census(config)
         self.device, self.dtype = torch.device(device), dtype
-        self.tp, self.rank, self.shares = tp, rank, shares
+        self.tp, self.rank, self.shares = tp, rank, 1
         self.read: Counter[str] = Counter()
 
     def in_shares(self) -> Self:

@@ -9,7 +9,7 @@ from keys35.glm.config import GlmConfig
 from keys35.glm.names import Role, TensorRule
 from keys35.recipe import Recipe
 
-HALVES = 2
+HALVES, FLOAT_BYTES = 2, 4
 STREAMS = 2  # the source's states and those of the encoded model
 ATTENTION_PASSES = 4  # each up to the MLP: for three groups of attention's linears, and for what the MLP is given
 JOINED = ("kv_a_proj_with_mqa", "wq_b", "up_proj")  # the second of two linears that have their input in common
@@ -86,6 +86,6 @@ def solve_flops(inputs: int, outputs: int, systems: int = 1) -> float:
     return (judged + 1) * (systems * factor + solve) + judged * product + HALVES * product
 
 
-def prefix_device_bytes(config: GlmConfig, widest: int, float_bytes: int = 4) -> int:
+def prefix_device_bytes(config: GlmConfig, widest: int) -> int:
     """While the linear with the most inputs is corrected: squares of its inputs, beside the matrix and its matches."""
-    return float_bytes * (SQUARES * widest**2 + 4 * widest * config.hidden_size)
+    return FLOAT_BYTES * (SQUARES * widest**2 + 4 * widest * config.hidden_size)

@@ -12,6 +12,7 @@ from keys35.stages.needs import sample_step
 from keys35.stages.prefix_cost import prefix_seconds
 from keys35.stages.sizes import exl3_bytes
 
+GPUS = 1, 8
 MEASURED, SOLVES = "real-layer-h200.json", "prefix-solves-h200.json"
 ASSUMPTIONS = (
     "every layer takes what the measured one took: the encoder by weights and widths, forward pass, Hessians and "
@@ -99,8 +100,7 @@ def projected(config: GlmConfig, recipe: Recipe) -> Projection | None:
 
 
 def project(
-    measured: Mapping[str, Any], config: GlmConfig, recipe: Recipe, gpus: Iterable[int] = (1, 8),
-    solves: Mapping[str, Any] | None = None,
+    measured: Mapping[str, Any], config: GlmConfig, recipe: Recipe, solves: Mapping[str, Any] | None = None
 ) -> Projection:
     """From a measured layer, as reports/benchmarks/real-layer-h200.json has it, to a model and its recipe.
 
@@ -132,7 +132,7 @@ def project(
     spread = encode + other + weighing
     shared = spread + behind.alone + behind.shared - alone
     wall = {n: (spread + forward + behind.alone + behind.shared if n == 1 else max(shared / n, forward) + alone) / 3600
-            for n in gpus}
+            for n in GPUS}
     return Projection(
         encode / 3600, weighing / 3600, (forward + other) / 3600, wall, *_bytes(rules, config, recipe),
         (behind.alone + behind.shared) / 3600,
