@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from keys35.errors import PublishError
 from keys35.files.atomic import read_json, write_bytes, write_json
 from keys35.report.facts import REPORT, REPOSITORY, Facts, facts_of_checkpoint
 from keys35.report.html import PAGE
@@ -38,11 +39,15 @@ def write_card(out: Path) -> Path:
     """Write README.md of a finished checkpoint and return its path; the same report files give the same bytes.
 
     A README.md carried from the source is kept as SOURCE_README.md, and the assembly report lists README.md under
-    changed_files, so that `check` knows it was replaced on purpose. Raises ContractError for damaged report files.
+    changed_files, so that `check` knows it was replaced on purpose. Raises ContractError for damaged report files,
+    PublishError for a third card: neither ours nor the one that is kept.
     """
     facts = facts_of_checkpoint(out)
     path, carried = out / CARD, out / SOURCE_CARD
     if path.is_file() and MARK not in path.read_text(encoding="utf-8", errors="replace"):
+        if carried.is_file() and carried.read_bytes() != path.read_bytes():
+            raise PublishError(f"{path} is neither keys35's card nor the source's, which {SOURCE_CARD} keeps: move it "
+                               "away and run the same command again")
         write_bytes(carried, path.read_bytes())
     if carried.is_file():
         _declare_changed(out)

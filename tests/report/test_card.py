@@ -11,6 +11,7 @@ import pytest
 import yaml
 from made_up import metrics, write_out
 
+from keys35.errors import PublishError
 from keys35.files.headers import pack_header
 from keys35.report import card
 from keys35.report.card import CARD, SOURCE_CARD, write_card
@@ -52,6 +53,19 @@ def test_metadata(out):
     assert head["base_model"] == "zai-org/GLM-5.3" and head["base_model_relation"] == "quantized"
     assert {"exl3", "keys35", "glm_moe_dsa"} <= set(head["tags"])
     assert head["quantization"]["bits_per_weight"] == {"routed_experts": 2.75, "MTP_experts": 8.0, "attention": 5.0}
+
+
+def test_a_card_written_by_hand_replaces_nothing(out):
+    """The source's card is kept once; a third one would have taken its place, and its credits."""
+    (out / CARD).write_text(SOURCE_TEXT)
+    write_card(out)
+    (out / CARD).write_text("# By hand\n")
+    with pytest.raises(PublishError, match="neither keys35's card nor the source's"):
+        write_card(out)
+    assert (out / SOURCE_CARD).read_text() == SOURCE_TEXT and (out / CARD).read_text() == "# By hand\n"
+    (out / CARD).write_text(SOURCE_TEXT)  # as a second assembly leaves it
+    write_card(out)
+    assert (out / SOURCE_CARD).read_text() == SOURCE_TEXT
 
 
 @pytest.mark.parametrize(
