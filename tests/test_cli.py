@@ -31,6 +31,7 @@ def keys35(*arguments):
         (["validate", MODEL, "--reference", MODEL], errors.ContractError.exit_code, "KEYS35_ASSEMBLY_REPORT"),
         (["plan", MODEL, "--recip", "demo"], 2, "--recip"),
         (["plan", MODEL], 2, "--recipe"),
+        (["demo", "--work", "/no/such/work", "--table", MODEL / "config.json"], 5, "lacks the marks"),
         (["generate", MODEL, "Once", "--device", "gpu"], 2, "--device"),
         (["bench", MODEL, "--dtype", "fp16"], 2, "--dtype"),
         (["validate", MODEL, "--reference", MODEL, "--device", "cpu"], 2, "--panel"),

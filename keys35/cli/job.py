@@ -156,8 +156,10 @@ def demo(
     """
     from keys35.demo import MODEL
     from keys35.recipe import load_recipe
-    from keys35.report.markdown import update_quality_table
+    from keys35.report.markdown import text_with_marks, update_quality_table
 
+    if table:
+        text_with_marks(table)
     result = _run(MODEL, load_recipe("demo"), work, out, tp)
     if table:
         update_quality_table(table, result)

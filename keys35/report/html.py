@@ -5,7 +5,7 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
-from keys35.errors import Keys35Error
+from keys35.errors import PublishError
 from keys35.files.atomic import write_bytes, write_json
 from keys35.files.ledger import MANIFEST, Workdir
 from keys35.report.facts import REPOSITORY, Facts, facts_of_checkpoint, facts_of_work
@@ -37,10 +37,10 @@ def write_making(out: Path, work: Path | None = None, base_model: str | None = N
     """Store what a publisher adds: how long each step took on which machine, and the source's repository.
 
     Kept in a file of its own, because it differs from run to run while all others are the same bytes. Raises
-    Keys35Error for a `base_model` that is no repository.
+    PublishError for a `base_model` that is no repository.
     """
     if base_model is not None and not REPOSITORY.fullmatch(base_model):
-        raise Keys35Error(f"base model {base_model!r} is no repository; give OWNER/NAME, such as zai-org/GLM-5.3")
+        raise PublishError(f"base model {base_model!r} is no repository; give OWNER/NAME, such as zai-org/GLM-5.3")
     kept = facts_of_checkpoint(out).making or {}
     made = making(Workdir.open(work, None)) if work is not None else {}
     facts = {**kept, **made} | ({"base_model": base_model} if base_model else {})

@@ -9,7 +9,7 @@ import pytest
 from made_up import EXPERTS, LAYERS, write_out
 from small import digest
 
-from keys35.errors import ContractError, Keys35Error, ResumeError
+from keys35.errors import ContractError, PublishError, ResumeError
 from keys35.report.facts import Facts, facts_of_checkpoint
 from keys35.report.figures import frontier
 from keys35.report.html import render, write_making, write_report, write_work_report
@@ -220,7 +220,7 @@ def test_refusals(out, tmp_path):
         write_report(tmp_path)
     with pytest.raises(ResumeError, match="manifest"):
         write_work_report(tmp_path)
-    with pytest.raises(Keys35Error, match="OWNER/NAME"):
+    with pytest.raises(PublishError, match="OWNER/NAME"):
         write_making(out, base_model="not a repository")
     (out / "quantization_config.json").write_text("{}")
     with pytest.raises(ContractError, match="expert_bits"):
