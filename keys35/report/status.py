@@ -51,11 +51,12 @@ def read_status(root: Path) -> Status:
     facts = read_json(place) if place.is_file() else {}
     captured = sum(name.startswith("measure/capture/") for name in units)
     group, mtp = work.job["recipe"]["experts"]["group"], facts.get("mtp_layers", [])
-    measured = sum(name.startswith("experts/") and int(name.split("/")[1].rpartition("-")[2]) not in mtp
-                   for name in units)
     experts = facts.get("experts", 0)
+    a_layer = facts.get("experts_a_layer", experts)
+    measured = sum(min(group, a_layer - int(name.rpartition("/")[2])) for name in units
+                   if name.startswith("experts/") and int(name.split("/")[1].rpartition("-")[2]) not in mtp)
     return Status(work.root, work.job["recipe"]["name"], work.job["tool"], finished,
-                  (captured, facts.get("layers", 0)), (min(measured * group, experts), experts), last)
+                  (captured, facts.get("layers", 0)), (measured, experts), last)
 
 
 def show_status(console: Console, status: Status) -> None:

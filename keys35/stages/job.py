@@ -119,8 +119,9 @@ def open_job(source: Path, recipe: Recipe, root: Path, keep: Keep = "all") -> It
     work = Workdir.open(root, _guard(opened, recipe, text))
     with work.lock():
         whereabouts = {"source": str(Path(source).resolve()), "recipe": recipe.model_dump(mode="json"), "keep": keep,
-                       "layers": len(config.layers), "experts": len(config.moe_layers) * config.n_routed_experts,
-                       "mtp_layers": list(config.mtp_layers)}
+                       "layers": len(config.layers), "mtp_layers": list(config.mtp_layers),
+                       "experts": len(config.moe_layers) * config.n_routed_experts,
+                       "experts_a_layer": config.n_routed_experts}
         write_json(work.path(WHEREABOUTS), whereabouts)
         work.log("started", machine=machine())
         yield Job(opened, config, rules, dropped, recipe, text, work, keep)
