@@ -12,7 +12,7 @@ from keys35 import __version__
 from keys35.allocation import plain_width
 from keys35.errors import PlanError
 from keys35.exl3.codebook import MARKERS
-from keys35.files.atomic import PARTIAL, read_pieces, require_space, sha256_file, write_bytes, write_json
+from keys35.files.atomic import PARTIAL, read_json, read_pieces, require_space, sha256_file, write_bytes, write_json
 from keys35.files.headers import read_header
 from keys35.files.shards import INDEX_NAME, ShardReceipt, shard_name, write_index, write_shard
 from keys35.files.source import ShardedSource
@@ -31,6 +31,7 @@ QUALITY = "KEYS35_QUALITY.json"
 # Written into the output by later steps; a second assembly leaves them to be rewritten.
 LATER = {QUALITY, "README.md", "SOURCE_README.md"}
 LATER |= {"KEYS35_REPORT.html", "KEYS35_MEASUREMENTS.json", "KEYS35_MAKING.json"}
+MADE_FROM = "source_fingerprint", "calibration_text_sha256"  # with the recipe, what a job's bytes follow from
 FORMAT = "keys35-v1"
 HEAD_BITS = 16
 SHARDS_AT_ONCE = 4
@@ -79,6 +80,7 @@ def write_shards(
 def _prepare(job: Job, out: Path, total: int) -> None:
     """Refuse foreign files before writing any; remove only our own leftovers."""
     refuse_nesting(job.source.root, out, job.work.root)
+    _refuse_another_jobs(job, out)
     out.mkdir(parents=True, exist_ok=True)
     ours = {shard_name(n + 1, total) for n in range(total)} | {INDEX_NAME, "config.json", "quantization_config.json"}
     ours |= {REPORT, *LATER, *(_relative(job, p) for p in job.source.side_files())}
@@ -93,6 +95,17 @@ def _prepare(job: Job, out: Path, total: int) -> None:
     nbytes = {name: tensor.entry.nbytes for name, tensor in job.source.tensors.items()}
     needed = sum(c.output_bytes for c in class_sizes(job.rules.values(), job.recipe, nbytes, tp=1))
     require_space(out, max(0, needed - written))
+
+
+def _refuse_another_jobs(job: Job, out: Path) -> None:
+    """Another job's checkpoint has the same file names: its quality report and page would stay beside our shards."""
+    if not (out / REPORT).is_file():
+        return
+    found = read_json(out / REPORT, PlanError, "choose an empty directory")
+    recipe = {key: value for key, value in found.get("recipe", {}).items() if key != "panel"}
+    ours = job.recipe.guarded(), job.source.fingerprint(), job.text.digest
+    if (recipe, *map(found.get, MADE_FROM)) != ours:
+        raise PlanError(f"{out} holds another job's checkpoint ({recipe.get('name')}). Choose an empty directory")
 
 
 def _shard(

@@ -173,6 +173,17 @@ def test_a_changed_piece_is_never_published(finished, tmp_path):
             path.write_bytes(before)
 
 
+@pytest.mark.parametrize("key", ["recipe", "source_fingerprint", "calibration_text_sha256"])
+def test_another_jobs_checkpoint_is_not_written_over(finished, tmp_path, key):
+    """Its files have the same names, and its quality report would stay beside our shards."""
+    report = json.loads((finished.out / "KEYS35_ASSEMBLY_REPORT.json").read_text())
+    report[key] = report[key] | {"seed": 36} if isinstance(report[key], dict) else "ab" * 32
+    (tmp_path / "KEYS35_ASSEMBLY_REPORT.json").write_text(json.dumps(report))
+    (tmp_path / "KEYS35_QUALITY.json").write_text("{}")
+    with resume_job(finished.work) as job, pytest.raises(PlanError, match="another job's checkpoint"):
+        assemble(job, tmp_path, Progress())
+
+
 def test_foreign_files_in_the_output_are_refused(finished, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
