@@ -69,6 +69,20 @@ class PublishError(Keys35Error):
 
 
 class WorkerError(Keys35Error):
-    """Workers cannot be had, or die again and again over one unit of work."""
+    """Workers cannot be had, die again and again over one unit of work, or have too little memory for it."""
 
     exit_code = 12
+
+
+def out_of_memory(error: Exception) -> WorkerError | None:
+    """The refusal that running out of memory is, on the host or on a GPU; None for any other error.
+
+    torch's own errors are known by name and words: importing torch takes longer than most refusals.
+    """
+    text = " ".join(str(error).split())
+    torchs = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator: can't allocate memory" in text
+    if not (isinstance(error, MemoryError) or torchs):
+        return None
+    return WorkerError(f"out of memory ({text[:120]}); finished work is kept. `keys35 plan` says what a job needs: let "
+                       "nothing else use the memory, start fewer --workers, or begin anew with encoder.low_memory or a "
+                       "smaller experts.group")

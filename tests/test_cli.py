@@ -44,6 +44,22 @@ def test_refusals(arguments, code, words):
     assert words in done.stderr and "Traceback" not in done.stderr + done.stdout
 
 
+@pytest.mark.parametrize("allocate", [
+    "torch.empty(1 << 60)",
+    "(_ for _ in ()).throw(torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB'))",
+])
+def test_too_little_memory_is_a_refusal(allocate):
+    code = (
+        "import torch\n"
+        "from keys35.cli import frame\n"
+        f"frame.app = lambda: {allocate}\n"
+        "frame.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == errors.WorkerError.exit_code
+    assert "out of memory (" in done.stderr and "keys35 plan" in done.stderr and "Traceback" not in done.stderr
+
+
 def test_plan_prints_coverage():
     done = keys35("plan", MODEL, "--recipe", "demo")
     assert done.returncode == 0

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from keys35 import __version__
-from keys35.errors import Keys35Error, ResumeError
+from keys35.errors import Keys35Error, ResumeError, out_of_memory
 from keys35.report.voice import Mode, Voice
 
 app = typer.Typer(
@@ -48,3 +48,8 @@ def main() -> None:
     except Keys35Error as error:
         voice.refuse(error, error.exit_code)
         sys.exit(error.exit_code)
+    except Exception as error:
+        if (refusal := out_of_memory(error)) is None:
+            raise
+        voice.refuse(refusal, refusal.exit_code)
+        sys.exit(refusal.exit_code)

@@ -13,7 +13,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from keys35.engine.task import Task
-from keys35.errors import Keys35Error, ResumeError
+from keys35.errors import Keys35Error, ResumeError, out_of_memory
 
 Work = Callable[[Task], None]
 ORPHANED = 3
@@ -35,6 +35,8 @@ def attempt(work: Callable[[], Any]) -> dict[str, Any]:
     except OSError as error:
         return {"kind": "failed", "error": ResumeError.__name__, "message": str(error)}
     except Exception as error:
+        if (refusal := out_of_memory(error)) is not None:
+            return {"kind": "failed", "error": type(refusal).__name__, "message": str(refusal)}
         return {"kind": "failed", "error": type(error).__name__, "message": traceback.format_exc()}
     return {"kind": "done", "seconds": time.monotonic() - started}
 

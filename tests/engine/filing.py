@@ -20,6 +20,8 @@ def open_filing(root: str) -> Callable[[Task], None]:
                 raise EncodeError(f"{task.unit} cannot be encoded")
             case "fail":
                 raise ZeroDivisionError("a fault")
+            case "grow":
+                raise MemoryError("Unable to allocate 9 TiB")
             case "die":
                 os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(task.arguments.get("seconds", 0))

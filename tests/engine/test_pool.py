@@ -78,6 +78,7 @@ def test_a_unit_that_kills_its_workers_is_given_up_by_name(tmp_path: Path) -> No
 @pytest.mark.parametrize(("do", "error", "words"), [
     ("refuse", EncodeError, "^bad cannot be encoded$"),
     ("fail", WorkerError, "(?s)failed at bad.*fault of keys35.*ZeroDivisionError: a fault"),
+    ("grow", WorkerError, r"^out of memory \(Unable to allocate 9 TiB\); finished work is kept.*fewer --workers"),
 ])
 def test_what_a_task_raises_arrives(tmp_path: Path, do: str, error: type, words: str) -> None:
     with open_pool(crew(tmp_path, 2), lambda task, where: None) as pool:
