@@ -1,5 +1,6 @@
 """Validate: what a finished checkpoint lost against its BF16 source, as the tensor-parallel runtime sees it."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -8,7 +9,7 @@ from typing import Any
 
 from keys35.calibration.text import load_text_set
 from keys35.calibration.windows import WindowMaker, shares
-from keys35.errors import ContractError, RankError
+from keys35.errors import ContractError, PlanError, RankError
 from keys35.exl3.viterbi import backend_device
 from keys35.files.atomic import load_tensors, read_json, write_json
 from keys35.files.source import ShardedSource
@@ -73,6 +74,9 @@ class Validation:
         progress: Progress,
     ) -> None:
         """Make the reference and give the ranks their jobs."""
+        if not os.access(out, os.W_OK):  # known now, and not when the ranks are done
+            raise PlanError(f"{out} cannot be written, and {QUALITY} goes there: make it writable, or give a text with "
+                            "--panel, whose results go to --scratch")
         check_ranks(out, tp)
         source = ShardedSource.open(reference, fp8=None)  # what FP8 lost may be judged against BF16
         config = GlmConfig.from_dict(source.config, mtp_hidden=recipe.mtp.hidden)
