@@ -69,6 +69,8 @@ class GlmConfig:
         is what GLM-5.3 serving code feeds. Raises SourceError naming the missing or unsupported key.
         """
         config = config.get("text_config") or config
+        if not isinstance(config, Mapping):
+            raise SourceError(f"config.json has text_config = {config!r}; expected an object")
         _refuse_unsupported(config)
         rope = config.get("rope_parameters") or config
         eos = config.get("eos_token_id")
@@ -159,6 +161,8 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
         if config.get(key) not in allowed:
             raise SourceError(f"config.json has {key} = {config[key]!r}; only {allowed[-1]!r} is implemented")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise SourceError(f"config.json has rope_parameters = {rope!r}; expected an object")
     rope_type = rope.get("rope_type") or rope.get("type") or "default"
     if rope_type != "default":
         raise SourceError(f"config.json has rope_type {rope_type!r}; only 'default' is implemented")

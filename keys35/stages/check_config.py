@@ -95,12 +95,13 @@ def _expert_bits_faults(point: Checkpoint, declared: Any) -> Iterator[tuple[str,
 
 
 def _storage_faults(point: Checkpoint, storage: Any) -> Iterator[tuple[str, str]]:
-    if not isinstance(storage, dict) or not all(isinstance(module, dict) for module in storage.values()):
-        yield "tensor_storage", "is missing"
+    modules = storage.values() if isinstance(storage, dict) else [None]
+    if not all(isinstance(module, dict) and isinstance(module.get("stored_tensors"), dict) for module in modules):
+        yield "tensor_storage", "is missing or malformed"
         return
     listed: dict[str, Any] = {}
-    for module in storage.values():
-        listed |= module.get("stored_tensors") or {}
+    for module in modules:
+        listed |= module["stored_tensors"]
     actual = {name: {"shape": list(tensor.entry.shape), "n_bytes": tensor.entry.nbytes,
                      "dtype": str(TORCH_DTYPE[tensor.entry.dtype])}
               for name, tensor in point.stored.tensors.items() if tensor.entry.dtype in TORCH_DTYPE}
@@ -120,7 +121,7 @@ def check_side_files(point: Checkpoint) -> Iterator[Finding]:
     """Every other file of the source must be there, and unchanged unless the report says so."""
     if point.reference is None:
         return
-    declared = point.report.get("changed_files") or []
+    declared = _names(point.report.get("changed_files"))
     root = point.reference.root
     pairs = {path.relative_to(root).as_posix(): path for path in point.reference.side_files()}
     missing = [name for name in pairs if not (point.root / name).is_file()]
@@ -181,7 +182,7 @@ def width_histogram(point: Checkpoint) -> Counter[int]:
 
 def _shard_faults(point: Checkpoint, listed: Any) -> Iterator[tuple[str, str]]:
     try:
-        claims = {shard["file"]: (shard["bytes"], shard["sha256"]) for shard in listed}
+        claims = {str(shard["file"]): (shard["bytes"], shard["sha256"]) for shard in listed}
     except (TypeError, KeyError):
         yield "shards", "is malformed"
         return

@@ -436,6 +436,21 @@ def test_nothing_is_an_exception(tmp_path: Path) -> None:
     assert {"config-file", "quant-file", "report-file", "index-file"} == rules_of(report)
 
 
+@pytest.mark.parametrize(("name", "change", "rule"), [
+    ("config.json", {"rope_parameters": 5}, "config-file"),
+    ("config.json", {"text_config": "x"}, "config-file"),
+    (QUANT, {"tensor_storage": {"model.norm": {"stored_tensors": ["a"]}}}, "tensor-storage"),
+    (REPORT, {"shards": [{"file": None, "bytes": 1, "sha256": ""}]}, "report-shards"),
+    (REPORT, {"changed_files": 5}, None),
+])
+def test_a_file_of_the_wrong_form_is_a_finding(
+    output: Output, source: Path, tmp_path: Path, name: str, change: dict, rule: str | None
+) -> None:
+    root = output.write(tmp_path)
+    edit(root / name, lambda value: value.update(change))
+    assert rule is None or rule in rules_of(check(root, source))
+
+
 DEEP = {
     "value-finite": poke("model.layers.1.input_layernorm.weight", 0, float("nan")),
     "value-scale": lambda out: out.tensors.update({f"{EXPERT}.suh": torch.full((512,), 3000.0).half()}),
