@@ -9,7 +9,7 @@ from keys35.calibration.text import load_text_set
 from keys35.errors import ContractError, RecipeError, ResumeError
 from keys35.files.ledger import WHEREABOUTS
 from keys35.recipe import load_recipe, resource_dir
-from keys35.stages.assemble import REPORT
+from keys35.report.facts import REPORT
 from keys35.stages.job import resume_job
 from keys35.stages.validate import recipe_of
 

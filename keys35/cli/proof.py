@@ -170,7 +170,7 @@ def _scratch(out: Path, name: str) -> Path:
 
 def _mtp_hidden(checkpoint: Path) -> str | None:
     """Which trunk state feeds the MTP layer, where a checkpoint's report says so."""
-    from keys35.stages.assemble import REPORT
+    from keys35.report.facts import REPORT
     from keys35.stages.validate import recipe_of
 
     return recipe_of(checkpoint).mtp.hidden if (checkpoint / REPORT).exists() else None

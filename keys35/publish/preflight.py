@@ -9,7 +9,7 @@ from keys35.progress import Progress
 from keys35.publish.card import broken_links
 from keys35.publish.files import Hashes, LocalFile, published_names
 from keys35.publish.scan import scan_file
-from keys35.stages.assemble import REPORT
+from keys35.report.facts import REPORT
 from keys35.stages.check import check
 
 # https://huggingface.co/docs/hub/storage-limits: repository recommendations.

@@ -19,6 +19,10 @@ from keys35.files.source import ShardedSource
 from keys35.glm.names import Role, TensorRule, shard_of
 from keys35.memory import release
 from keys35.progress import Progress
+from keys35.report.card import CARD, SOURCE_CARD
+from keys35.report.facts import QUALITY, QUANT, REPORT
+from keys35.report.html import PAGE
+from keys35.report.measured import MAKING, MEASUREMENTS
 from keys35.stages.allocate import load_allocation
 from keys35.stages.dropped import dropped_anywhere
 from keys35.stages.job import Job, refuse_nesting
@@ -26,11 +30,8 @@ from keys35.stages.pieces import Pieces
 from keys35.stages.profile import one_width_keys
 from keys35.stages.sizes import class_sizes
 
-REPORT = "KEYS35_ASSEMBLY_REPORT.json"
-QUALITY = "KEYS35_QUALITY.json"
 # Written into the output by later steps; a second assembly leaves them to be rewritten.
-LATER = {QUALITY, "README.md", "SOURCE_README.md"}
-LATER |= {"KEYS35_REPORT.html", "KEYS35_MEASUREMENTS.json", "KEYS35_MAKING.json"}
+LATER = {QUALITY, CARD, SOURCE_CARD, PAGE, MEASUREMENTS, MAKING}
 MADE_FROM = "source_fingerprint", "calibration_text_sha256"  # with the recipe, what a job's bytes follow from
 FORMAT = "keys35-v1"
 HEAD_BITS = 16
@@ -82,7 +83,7 @@ def _prepare(job: Job, out: Path, total: int) -> None:
     refuse_nesting(job.source.root, out, job.work.root)
     _refuse_another_jobs(job, out)
     out.mkdir(parents=True, exist_ok=True)
-    ours = {shard_name(n + 1, total) for n in range(total)} | {INDEX_NAME, "config.json", "quantization_config.json"}
+    ours = {shard_name(n + 1, total) for n in range(total)} | {INDEX_NAME, "config.json", QUANT}
     ours |= {REPORT, *LATER, *(_relative(job, p) for p in job.source.side_files())}
     found = {p.relative_to(out).as_posix() for p in out.rglob("*") if not p.is_dir()}
     leftovers = {name for name in found if name.endswith(PARTIAL) and name.removesuffix(PARTIAL) in ours}
@@ -172,7 +173,7 @@ def _write_configs(job: Job, pieces: Pieces, out: Path, receipts: list[ShardRece
         quantization |= one_width_keys(job.rules.values(), quantization["expert_bits"], recipe.dense_bits)
     write_json(out / "config.json", {**config, "tie_word_embeddings": False, "quantization_config": quantization})
     storage = _tensor_storage(pieces, out, receipts)
-    write_json(out / "quantization_config.json", {**quantization, "tensor_storage": storage})
+    write_json(out / QUANT, {**quantization, "tensor_storage": storage})
     return quantization
 
 

@@ -18,9 +18,8 @@ from keys35.glm.config import GlmConfig
 from keys35.glm.names import Role, census
 from keys35.progress import Progress
 from keys35.recipe import Recipe
+from keys35.report.facts import QUANT, REPORT
 from keys35.stages.check_config import (
-    QUANT_NAME,
-    REPORT_NAME,
     check_config,
     check_quantization,
     check_recipe,
@@ -99,7 +98,7 @@ def check(
 def _made_from_fp8(out: Path) -> bool:
     """Whether the report says so; a report that is missing or damaged gets its finding elsewhere."""
     try:
-        return bool(read_json(out / REPORT_NAME)["recipe"]["source"]["fp8"])
+        return bool(read_json(out / REPORT)["recipe"]["source"]["fp8"])
     except (Keys35Error, KeyError, TypeError):
         return False
 
@@ -113,8 +112,8 @@ def _open(
     weight_map, total, bad_index = read_index(out)
     findings += [*unreadable, *bad_index, *check_shards(shards, weight_map, total)]
     config = _read_part(out / "config.json", "config-file", findings)
-    quantization = _read_part(out / QUANT_NAME, "quant-file", findings)
-    report = _read_part(out / REPORT_NAME, "report-file", findings)
+    quantization = _read_part(out / QUANT, "quant-file", findings)
+    report = _read_part(out / REPORT, "report-file", findings)
     glm = None
     if config:
         try:

@@ -9,10 +9,9 @@ from keys35.exl3.codebook import MARKERS
 from keys35.files.atomic import sha256_file
 from keys35.files.headers import TORCH_DTYPE
 from keys35.glm.names import Role, exl3_parts, match_source
+from keys35.report.facts import QUANT
 from keys35.stages.contract import Checkpoint, Finding, broken
 
-REPORT_NAME = "KEYS35_ASSEMBLY_REPORT.json"
-QUANT_NAME = "quantization_config.json"
 FACTS = {"format": "keys35-v1", "head_bits": 16, "codebook": "mul1"}
 ONLY_IN_FILE = {"tensor_storage", "expert_bits"}
 REPORT_KEYS = {
@@ -53,10 +52,10 @@ def check_quantization(point: Checkpoint) -> Iterator[Finding]:
     differing = [key for key in inside.keys() | outside.keys() if inside.get(key) != outside.get(key)
                  and not (key in ONLY_IN_FILE and key not in inside)]
     yield from broken("quant-copies", (
-        (key, f"is {_short(inside.get(key))} in config.json, {_short(outside.get(key))} in {QUANT_NAME}")
+        (key, f"is {_short(inside.get(key))} in config.json, {_short(outside.get(key))} in {QUANT}")
         for key in sorted(differing)))
     methods = [(place, f"says {block.get('quant_method')!r}") for place, block in
-               (("config.json", inside), (QUANT_NAME, outside)) if block.get("quant_method") != "exl3"]
+               (("config.json", inside), (QUANT, outside)) if block.get("quant_method") != "exl3"]
     yield from broken("quant-method", methods)
     wrong = [(key, f"is {outside.get(key)!r}") for key, value in FACTS.items() if outside.get(key) != value]
     if not (isinstance(outside.get("version"), str) and outside["version"]):

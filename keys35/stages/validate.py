@@ -17,6 +17,7 @@ from keys35.glm.config import GlmConfig
 from keys35.glm.weights import WeightStore
 from keys35.progress import Progress
 from keys35.recipe import Recipe, stored_recipe
+from keys35.report.facts import QUALITY, REPORT
 from keys35.runtime.group import RankGroup
 from keys35.runtime.launch import (
     PanelResult,
@@ -29,7 +30,6 @@ from keys35.runtime.launch import (
 )
 from keys35.runtime.panel import Panel
 from keys35.runtime.reference import make_reference
-from keys35.stages.assemble import QUALITY, REPORT
 
 LOGIT_TOLERANCE, KL_TOLERANCE = 1e-3, 1e-5
 _PANELS: dict[tuple, Panel] = {}  # the last one: a run asks for its panel four times
