@@ -24,12 +24,13 @@ COMPARED = ("kl", "kl_reverse", "top1", "top2", "nll")
 
 
 def text_panel(files: Sequence[Path], tokenizer: Path, rows: int, length: int) -> Panel:
-    """The first `rows` contiguous windows of `length` tokens of each text; a file's name is its domain.
+    """The first `rows` contiguous windows of `length` tokens of each text; a file's name, or path, is its domain.
 
     Raises SourceError for an unreadable tokenizer, PlanError when a text is missing, no UTF-8 or too short for its
     windows.
     """
     encoder, windows, domains = read_tokenizer(tokenizer), [], []
+    alike = len({file.stem for file in files}) < len(files)  # prose/test.txt and code/test.txt are two domains
     for file in files:
         if not file.is_file():
             raise PlanError(f"{file}: no such text; give a plain text file to --panel")
@@ -40,7 +41,7 @@ def text_panel(files: Sequence[Path], tokenizer: Path, rows: int, length: int) -
                 f"ask for at most {len(ids) // length} rows, or shorter ones"
             )
         windows += [torch.tensor(ids[start : start + length]) for start in range(0, rows * length, length)]
-        domains += [file.stem] * rows
+        domains += [str(file) if alike else file.stem] * rows
     return Panel.of(", ".join(file.name for file in files), windows, domains)
 
 
