@@ -63,8 +63,9 @@ class Plan:
     missing: tuple[str, ...]
     measured: MeasuredRate | None
     projection: Projection | None
+    """The measured layer extrapolated to this model, None without a measurement."""
     simulated_hours: float | None
-    """The measured layer extrapolated to this model, None without a measurement or routed experts."""
+    """The same for predicted costs, None where they are predicted anyway."""
 
     @property
     def work_bytes(self) -> int:
