@@ -90,7 +90,7 @@ def work_parts(rules: Sequence[TensorRule], config: GlmConfig, recipe: Recipe, k
         + encoded_bytes(rules, Role.MTP_EXPERT, [recipe.mtp.bits]),
         "Hessians": hessian_bytes(rules),
         "states of two layers": states,
-        "rows of two layers": rows if layers else 0,
+        "rows of two layers": rows,
     }
 
 

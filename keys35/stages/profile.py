@@ -64,7 +64,7 @@ def profile_costs(
     costs = []
     for name in PROFILES:
         mean = recipe.experts.budget
-        if name == "uniform-layer" and config.moe_layers:
+        if name == "uniform-layer":
             mean = Fraction(int(mean * len(config.moe_layers)), len(config.moe_layers))
         experts = recipe.experts.model_copy(update={"bits": str(mean)})
         other = recipe.model_copy(update={"experts": experts})

@@ -90,10 +90,10 @@ def simulated_hours(config: GlmConfig, recipe: Recipe) -> float | None:
 
 
 def projected(config: GlmConfig, recipe: Recipe) -> Projection | None:
-    """From the layer that the shipped benchmark measured; None where it is not at hand or there are no experts."""
+    """From the layer that the shipped benchmark measured; None where it is not at hand."""
     folder = resource_dir("benchmarks", "reports/benchmarks")
     needed = [folder / MEASURED] + ([folder / SOLVES] if recipe.encoder.prefix == "quantized" else [])
-    if not config.moe_layers or not all(path.is_file() for path in needed):
+    if not all(path.is_file() for path in needed):
         return None
     measured, *solves = (read_json(path) for path in needed)
     return project(measured, config, recipe, solves=solves[0] if solves else None)
