@@ -140,9 +140,8 @@ def fair_allocation(
 
 
 def price(costs: np.ndarray, picked: np.ndarray, widths: Sequence[float]) -> np.ndarray:
-    """What the picked widths cost in each domain: costs (experts, widths, domains), picked (experts,)."""
-    columns = [list(widths).index(width) for width in picked]
-    return costs[np.arange(len(picked)), columns].sum(axis=0)
+    """What the picked widths cost in each domain: costs (experts, widths, domains), picked (experts,) of `widths`."""
+    return costs[np.arange(len(picked)), np.searchsorted(widths, picked)].sum(axis=0)
 
 
 def bit_counts(widths: Sequence[np.ndarray]) -> dict[int | float, int]:

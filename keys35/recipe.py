@@ -45,7 +45,7 @@ class Experts(_Section):
         0.75, ge=0, le=1, description="share of the mean gain over a random mix that every domain must get; 0: none"
     )
     fallback: bool = Field(
-        True, description="a random mix where held-out text says that experts' costs mislead, or domains are missing"
+        True, description="a safe random mix where held-out text says that experts' costs mislead, or lacks domains"
     )
     measure: Literal["encoded", "predicted"] = Field(
         "encoded", description="encode every expert to learn its costs, or simulate encodings and check a sample"

@@ -16,8 +16,8 @@ def table(result: Mapping[str, Any]) -> str:
         return ""
     lines = [f"Panel: {rows[0]['panel_tokens']:,} tokens; noise floor {rows[0]['noise_floor']['kl']:.1e} nats. KL is "
              "BF16 against the variant, mean over positions; `random mix` are five seeds of the two neighbouring "
-             "widths, encoded like the variant, mean and standard deviation. A KL with `r` is of a random mix: the "
-             "tool fell back to it. Proxy error: mean of the experts' linears, by width.", ""]
+             "widths, encoded like the variant, mean and standard deviation. A KL with `r` is of a random mix that "
+             "the tool fell back to. Proxy error: mean of the experts' linears, by width.", ""]
     for group in dict.fromkeys(row["group"] for row in rows):
         members = [row for row in rows if row["group"] == group]
         lines += [f"### {group}", "", *_grid(HEAD, map(_line, members)), ""]

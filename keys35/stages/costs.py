@@ -18,7 +18,7 @@ POOL = 4
 class Measured:
     """Measured errors per MoE layer. error[l]: (experts, widths, domains), g^2 |f - f_K|^2 per selection token.
 
-    energy[l]: (experts, domains), the same of g^2 |f|^2.
+    energy[l]: (experts, domains), the same of g^2 |f|^2. routed[l]: (experts,), calibration tokens that reached each.
     alpha[l]: (domains,), nats of final KL per unit of the layer's summed error. share: (domains,), sums to 1.
     """
 
@@ -28,6 +28,7 @@ class Measured:
     energy: tuple[np.ndarray, ...]
     alpha: tuple[np.ndarray, ...]
     share: np.ndarray
+    routed: tuple[np.ndarray, ...]
 
     def costs_by_domain(self) -> list[np.ndarray]:
         """(experts, widths, domains) per layer: predicted nats of final KL, each domain's part of the mean."""
@@ -45,6 +46,18 @@ class Measured:
             costs.append((energy * (self.share * alpha)).sum(axis=1)[:, None] * lost)
         return costs
 
+    def costs_by_use(self) -> list[np.ndarray]:
+        """A layer's `costs` divided among its experts as the calibration text uses them, and the other way round.
+
+        (experts, widths, 2) per layer. The other way round: by the tokens that an expert lacks of twice the mean.
+        Routers are trained to even loads out, so that text which was not read uses what this text leaves.
+        """
+        divided = []
+        for layer, tokens in zip(self.costs(), self.routed, strict=True):
+            use = np.stack([tokens, np.maximum(2 * tokens.mean() - tokens, 0)], axis=1)
+            divided.append(layer.sum(axis=0)[:, None] * (use / np.maximum(use.sum(axis=0), 1))[:, None, :])
+        return divided
+
     def plain_errors(self) -> list[np.ndarray]:
         """(experts, widths) per layer without layer weights: errors only, as if layers were comparable."""
         return [(e * self.share).sum(axis=2) for e in self.error]
@@ -56,25 +69,27 @@ def read_measured(job: Job, half: int | None = None) -> Measured:
     Raises ResumeError naming the first unit that is missing.
     """
     layers = tuple(job.config.moe_layers)
-    known, energies, simulated = zip(*(_of_layer(job, layer, half) for layer in layers), strict=True)
+    known, energies, simulated, routed = zip(*(_of_layer(job, layer, half) for layer in layers), strict=True)
     errors = [_completed(*of_layer) for of_layer in zip(known, simulated, _ratios(known, simulated), strict=True)]
     receipt = job.work.receipt(SENSITIVITY)
     if receipt is None:
         raise _unmeasured(job, SENSITIVITY)
     alpha = tuple(np.asarray(receipt["data"]["alpha"][str(layer)], dtype=np.float64) for layer in layers)
     share = np.array([domain.share for domain in job.text.domains])
-    return Measured(layers, job.recipe.experts.widths, tuple(errors), tuple(energies), alpha, share / share.sum())
+    share = share / share.sum()
+    return Measured(layers, job.recipe.experts.widths, tuple(errors), energies, alpha, share, routed)
 
 
-def _of_layer(job: Job, layer: int, half: int | None) -> tuple[Errors, np.ndarray, np.ndarray]:
+def _of_layer(job: Job, layer: int, half: int | None) -> tuple[Errors, np.ndarray, np.ndarray, np.ndarray]:
     """Errors (widths, domains) of a layer's experts, None where not encoded; energies and simulated errors (experts,
-    domains), of which a full measurement has none."""
-    errors, energies, simulated = [], [], []
+    domains), of which a full measurement has none; tokens of both splits that reached each, whatever the half."""
+    errors, energies, simulated, routed = [], [], [], []
     for unit in expert_units(job, layer):
         receipt = job.work.receipt(unit.name)
         if receipt is None:
             raise _unmeasured(job, unit.name)
         data = receipt["data"]
+        routed += [fit + selection for fit, selection in zip(data["fit_rows"], data["selection_rows"], strict=True)]
         if half is None:
             errors, energies = errors + data["error"], energies + data["energy"]
             simulated += data.get("simulated", [])
@@ -82,7 +97,7 @@ def _of_layer(job: Job, layer: int, half: int | None) -> tuple[Errors, np.ndarra
             errors += [by_half and by_half[half] for by_half in data["error_by_half"]]
             energies += [by_half[half] for by_half in data["energy_by_half"]]
             simulated += [by_half[half] for by_half in data.get("simulated_by_half", [])]
-    return errors, np.asarray(energies, dtype=np.float64), np.asarray(simulated, dtype=np.float64)
+    return errors, *(np.asarray(found, dtype=np.float64) for found in (energies, simulated, routed))
 
 
 def _ratios(known: Sequence[Errors], simulated: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -122,7 +137,7 @@ def prediction_check(job: Job) -> dict[str, float] | None:
         return None
     found = []
     for layer in job.config.moe_layers:
-        errors, _, drawn = _of_layer(job, layer, None)
+        errors, _, drawn, _ = _of_layer(job, layer, None)
         found += [(float(np.sum(e[0])), float(s.sum())) for e, s in zip(errors, drawn, strict=True) if e is not None]
     error, simulated = np.array(found).T
     ratio = error / np.maximum(simulated, np.finfo(float).tiny)
