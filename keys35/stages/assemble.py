@@ -48,7 +48,7 @@ def assemble(job: Job, out: Path, progress: Progress) -> dict[str, object]:
     shards: list[list[TensorRule]] = [[] for _ in range(total)]
     for rule in job.rules.values():
         shards[shard_of(rule, job.config, total)].append(rule)
-    _prepare(job, out, total)
+    prepare(job, out)
     named = {shard_name(number + 1, total): rules for number, rules in enumerate(shards)}
     meter, receipts = progress.meter("assemble", total), {}
     for receipt, kept in write_shards(job, pieces, out, named):
@@ -78,8 +78,12 @@ def write_shards(
             threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _prepare(job: Job, out: Path, total: int) -> None:
-    """Refuse foreign files before writing any; remove only our own leftovers."""
+def prepare(job: Job, out: Path) -> None:
+    """Make the output's folder and remove our own leftovers in it.
+
+    Raises PlanError for foreign files, another job's checkpoint, folders inside one another, or too little space.
+    """
+    total = job.recipe.output.shards
     refuse_nesting(job.source.root, out, job.work.root)
     _refuse_another_jobs(job, out)
     out.mkdir(parents=True, exist_ok=True)

@@ -8,10 +8,10 @@ from keys35.progress import Progress
 from keys35.report.card import write_card
 from keys35.report.html import write_report
 from keys35.stages.allocate import allocate
-from keys35.stages.assemble import assemble
+from keys35.stages.assemble import assemble, prepare
 from keys35.stages.baselines import compare_baselines, gate
 from keys35.stages.check import check
-from keys35.stages.job import Job, refuse_nesting
+from keys35.stages.job import Job
 from keys35.stages.measure import measure
 from keys35.stages.quantize import quantize
 from keys35.stages.validate import Validation, held_out_panel, ranks_ahead
@@ -23,10 +23,11 @@ def run(
 ) -> dict[str, Any]:
     """measure -> allocate -> quantize -> assemble -> check -> validate -> baselines -> report; results by stage.
 
-    Raises ContractError naming each broken rule if the finished checkpoint does not pass `check`.
+    Raises PlanError at once for an output that `assemble` would refuse, ContractError naming each broken rule if the
+    finished checkpoint does not pass `check`.
     """
-    refuse_nesting(job.source.root, out, job.work.root)
-    held_out_panel(job.source.root, job.config, job.recipe)  # too little text is better known now than at the end
+    prepare(job, out)  # foreign files and too little text are better known now than at the end
+    held_out_panel(job.source.root, job.config, job.recipe)
     measure(job, progress, workers)
     allocation = allocate(job)
     scratch = job.work.path("validate")

@@ -17,6 +17,7 @@ from keys35.stages.assemble import assemble
 from keys35.stages.check import check
 from keys35.stages.costs import read_measured
 from keys35.stages.job import open_job, resume_job
+from keys35.stages.pipeline import run
 from keys35.stages.quantize import quantize
 from keys35.stages.units import ExpertUnit, expert_units
 
@@ -190,6 +191,15 @@ def test_foreign_files_in_the_output_are_refused(finished, tmp_path):
     (out / "model-00005-of-00005.safetensors").write_bytes(b"old")
     with resume_job(finished.work) as job, pytest.raises(PlanError, match="model-00005-of-00005"):
         assemble(job, out, Progress())
+
+
+def test_run_looks_at_the_output_before_it_measures(source, small, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("mine")
+    with open_job(source, small, tmp_path / "work") as job:
+        with pytest.raises(PlanError, match="not this job's.*thesis.txt"):
+            run(job, tmp_path / "out", Progress(job.work), tp=1)
+        assert job.work.units() == []
 
 
 @pytest.mark.parametrize(
