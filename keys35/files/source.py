@@ -178,11 +178,15 @@ class ShardedSource:
     def side_files(self) -> list[Path]:
         """Every regular file to carry along (tokenizer, chat template, licence...), hidden files excluded.
 
-        Raises SourceError for a link that leads out of the checkpoint, since its target would be published.
+        Raises SourceError for a link that leads out of the checkpoint, since its target would be published, and for a
+        linked folder, whose files would be left out.
         """
         found = []
         for folder, folders, files in os.walk(self.root):
             folders[:] = sorted(name for name in folders if not name.startswith("."))
+            linked = [Path(folder, name) for name in folders if Path(folder, name).is_symlink()]
+            if linked:
+                raise SourceError(f"{linked[0]}: is a link to a folder; replace it by the folder itself, or remove it")
             paths = [Path(folder, name) for name in sorted(files) if not name.startswith(".")]
             found += [path for path in paths if _is_carried(self.root, path)]
         return found

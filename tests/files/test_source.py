@@ -268,6 +268,15 @@ def test_hub_cache_links_are_followed(root: Path, tmp_path: Path) -> None:
     assert [path.name for path in source.side_files()] == sorted(SIDE_FILES)
 
 
+def test_a_linked_folder_is_not_left_out_silently(root: Path, tmp_path: Path) -> None:
+    """A walk does not enter it, and every other file of a source is promised to be copied."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "figure.txt").write_text("a figure")
+    (root / "figures").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(SourceError, match="figures: is a link to a folder"):
+        ShardedSource.open(root).side_files()
+
+
 def test_fingerprint_sees_content_and_config(root: Path) -> None:  # case 62
     before = ShardedSource.open(root).fingerprint()
     assert before == ShardedSource.open(root).fingerprint()
