@@ -121,14 +121,15 @@ def fair_allocation(
     """The cheapest widths at which every domain gains at least `fairness` of the mean gain over a random mix.
 
     costs[l]: (experts, widths, domains), predicted nats of each domain, already times its share. typical: (domains,),
-    a random mix's cost. `solve` takes (experts, widths) costs. While a domain gains too little, its weight rises by a
-    twentieth; after ROUNDS of that the fairest found is taken. Returns the widths and the domains' weights.
+    a random mix's cost; a domain that costs nothing, as one without text does, asks for nothing. `solve` takes
+    (experts, widths) costs. While a domain gains too little, its weight rises by a twentieth; after ROUNDS of that the
+    fairest found is taken. Returns the widths and the domains' weights.
     """
     weights, best = np.ones(len(typical)), None
     for _ in range(ROUNDS):
         chosen = solve([layer @ weights for layer in costs])
         paid = sum(price(layer, picked, widths) for layer, picked in zip(costs, chosen, strict=True))
-        gain = 1 - paid / typical
+        gain = 1 - np.divide(paid, typical, out=np.full_like(paid, -np.inf), where=typical > 0)
         missing = fairness * (1 - paid.sum() / typical.sum()) - gain.min()
         if best is None or missing < best[0]:
             best = (missing, chosen, weights)

@@ -107,7 +107,8 @@ def show_allocation(console: Console, allocation: dict) -> None:
         table.add_row(name, entry["mean"], counts, f"{entry['predicted_kl']:.4f}")
     console.print(table)
     choice = allocation["choice"]
-    gains = ", ".join(f"{escape(name)} {gain:.1%}" for name, gain in choice["gains"].items())
+    gains = ", ".join(f"{escape(name)} {gain:.1%}{' (one way: a half has none)' if name in choice['one_way'] else ''}"
+                      for name, gain in choice["gains"].items())
     console.print(f"Costs from two halves of the held-out text: rank correlation {choice['correlation']:.2f}; widths "
                   f"from one half gain on the other, over a random mix: {gains or 'not compared'}.", soft_wrap=True)
     if checked := allocation["predicted"]:

@@ -5,7 +5,7 @@ random mix in any domain, or the set was read without some of its domains or wit
 experts' own costs are not followed: of many random mixes the safest is taken, not the first drawn.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 
@@ -37,14 +37,16 @@ class Choice:
     """The widths per layer, and how they came about.
 
     basis: "experts" (each one's own costs) or "random". gains: by domain, what costs of one half of the text gain over
-    a random mix on the other half, both ways averaged; empty where no mix can be named. correlation: Spearman's, of the
-    experts' costs from the two halves. missing: domains of the set that were not read; scant: those with less than
-    `LEAST_TOKENS` of held-out text. weights: the domains' in it.
+    a random mix on the other half, both ways averaged; empty where no mix can be named. one_way: domains of which one
+    half has no text, so that the gain is of one way alone. correlation: Spearman's, of the experts' costs from the two
+    halves. missing: domains of the set that were not read; scant: those with less than `LEAST_TOKENS` of held-out text,
+    or none that could judge. weights: the domains' in it.
     """
 
     widths: list[np.ndarray]
     basis: str
     gains: dict[str, float]
+    one_way: tuple[str, ...]
     correlation: float
     missing: tuple[str, ...]
     scant: tuple[str, ...]
@@ -53,7 +55,7 @@ class Choice:
     def facts(self) -> dict[str, object]:
         """All but the widths, for allocation.json."""
         found = {key: value for key, value in asdict(self).items() if key not in ("widths", "weights")}
-        named = {"missing": list(self.missing), "scant": list(self.scant)}
+        named = {key: list(found[key]) for key in ("one_way", "missing", "scant")}
         return found | named | {"domain_weights": self.weights.tolist()}
 
 
@@ -63,18 +65,19 @@ def choose(job: Job, measured: Measured) -> Choice:
     named = {domain.name for domain in job.text.domains}
     missing = tuple(d.name for d in load_text_set(job.recipe.calibration.set).domains if d.name not in named)
     correlation = rank_correlation(*(np.concatenate([c[:, 0] for c in half.costs()]) for half in halves))
-    gains = _held_out_gain(job, halves)
-    scant = _scant(job)
+    gains, one_way = _held_out_gain(job, halves)
+    scant = _scant(job, gains)
     loses = bool(gains) and (bool(missing) or bool(scant) or min(gains.values()) < 0)
     basis = RANDOM if loses and job.recipe.experts.fallback else EXPERTS
     widths, weights = widths_on(job, measured, basis)
-    return Choice(widths, basis, gains, correlation, missing, scant, weights)
+    return Choice(widths, basis, gains, one_way, correlation, missing, scant, weights)
 
 
-def _scant(job: Job) -> tuple[str, ...]:
+def _scant(job: Job, gains: Mapping[str, float]) -> tuple[str, ...]:
     calibration = job.recipe.calibration
     windows = zip(job.text.domains, shares(job.text, calibration.selection_windows), strict=True)
-    return tuple(domain.name for domain, count in windows if count * calibration.window < LEAST_TOKENS)
+    return tuple(domain.name for domain, count in windows
+                 if count * calibration.window < LEAST_TOKENS or (gains and domain.name not in gains))
 
 
 def widths_on(job: Job, measured: Measured, basis: str) -> tuple[list[np.ndarray], np.ndarray]:
@@ -110,17 +113,24 @@ def _paid(costs: list[np.ndarray], mix: list[np.ndarray], widths: Sequence[float
     return sum(price(layer, picked, widths) for layer, picked in zip(costs, mix, strict=True))
 
 
-def _held_out_gain(job: Job, halves: Sequence[Measured]) -> dict[str, float]:
-    """By domain, what one half's widths save of a random mix's cost on the other half; empty where there is no mix."""
-    experts, gains = job.recipe.experts, []
+def _held_out_gain(job: Job, halves: Sequence[Measured]) -> tuple[dict[str, float], tuple[str, ...]]:
+    """By domain, what one half's widths save of a random mix's cost on the other half; empty where there is no mix.
+
+    Also the domains that one half alone could judge: a half without text of a domain finds that all widths cost it
+    nothing, which is no gain. One that neither half can judge has none.
+    """
+    experts, found = job.recipe.experts, {domain.name: [] for domain in job.text.domains}
     for chooser, judge in (halves, halves[::-1]):
         costs = judge.costs_by_domain()
         random = typical(costs, experts.widths, experts.budget)
         if random is None:
-            return {}
+            return {}, ()
         widths, _ = widths_on(job, chooser, EXPERTS)
-        gains.append(1 - _paid(costs, widths, experts.widths) / np.maximum(random, np.finfo(float).tiny))
-    return dict(zip((d.name for d in job.text.domains), np.mean(gains, axis=0).tolist(), strict=True))
+        paid = _paid(costs, widths, experts.widths)
+        for gains, ours, average in zip(found.values(), paid.tolist(), random.tolist(), strict=True):
+            gains += [1 - ours / average] if average else []
+    means = {name: float(np.mean(gains)) for name, gains in found.items() if gains}
+    return means, tuple(name for name, gains in found.items() if len(gains) == 1)
 
 
 def reason(choice: dict[str, object]) -> str | None:

@@ -119,6 +119,30 @@ def test_one_domain_that_loses_is_enough_and_is_named(chosen):
     assert found.basis == "random" and "code" in choice.reason(found.facts())
 
 
+@pytest.mark.parametrize("fairness", [0.75, 0])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_half_without_text_of_a_domain_is_no_gain_in_it(chosen, turned, fairness):
+    """One window of code lies in the second half: the first finds that all widths cost code nothing."""
+    both = measured(np.stack([RISING, 5 * RISING[::-1]], 1))
+    lacks = replace(both, error=tuple(error * [1.0, 0.0] for error in both.error))
+    the_job = job(fairness=fairness)
+    found = chosen(*((both, lacks) if turned else (lacks, both)), the_job)
+    blind, _ = choice.widths_on(the_job, lacks, choice.EXPERTS)
+    paid, average = 0, 0
+    for error, widths in zip(both.error, blind, strict=True):
+        paid += sum(error[expert, WIDTHS.index(width), 1] for expert, width in enumerate(widths))
+        average += error[:, 0, 1].sum() * 0.25 + error[:, 1, 1].sum() * 0.75
+    assert found.gains["code"] == pytest.approx(1 - paid / average) and found.gains["code"] < 0
+    assert found.one_way == ("code",) and found.basis == "random" and "code (-" in choice.reason(found.facts())
+
+
+def test_a_domain_that_no_half_can_judge_is_scant(chosen):
+    none = measured(RISING)
+    none = replace(none, error=tuple(error * [1.0, 0.0] for error in none.error))
+    found = chosen(none, none, job())
+    assert set(found.gains) == {"prose"} and found.scant == ("code",) and found.basis == "random"
+
+
 def test_a_domain_that_was_not_read_is_named(chosen, monkeypatch):
     monkeypatch.setattr("test_choice.DOMAINS", 1)
     found = chosen(measured(RISING), measured(RISING), job(["prose"]))
