@@ -10,6 +10,12 @@ class Keys35Error(Exception):
     exit_code = 1
 
 
+class UsageError(Keys35Error):
+    """The command line names no command, or an option or a value that it does not have."""
+
+    exit_code = 2
+
+
 class RecipeError(Keys35Error):
     """The recipe is malformed or asks for something impossible."""
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 from small import recipe_file
 
-from keys35 import errors
+from keys35 import __version__, errors
 from keys35.demo import MODEL
 
 
@@ -52,7 +52,7 @@ def test_too_little_memory_is_a_refusal(allocate):
     code = (
         "import torch\n"
         "from keys35.cli import frame\n"
-        f"frame.app = lambda: {allocate}\n"
+        f"frame.app = lambda **_: {allocate}\n"
         "frame.main()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -95,6 +95,29 @@ def test_json_is_one_document_and_events_are_lines(finished):
     assert refused.stdout == "" and (event["error"], event["exit_code"]) == ("ResumeError", refused.returncode)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["plan"], "source"),
+        (["plan", MODEL], "--recipe"),
+        (["plan", MODEL, "--recip", "demo"], "--recip"),
+        (["no-such-command"], "no-such-command"),
+        (["--no-such-option", "plan"], "--no-such-option"),
+        (["bench", MODEL, "--dtype", "fp16"], "--dtype"),
+    ],
+)
+def test_in_json_a_bad_command_line_is_a_json_line_too(arguments, words):
+    done = keys35("--json", *arguments)
+    event = json.loads(done.stderr)
+    assert (done.stdout, done.returncode, event["exit_code"], event["error"]) == ("", 2, 2, "UsageError")
+    assert words in event["message"] and "--help`" in event["message"]
+
+
+def test_the_version_is_said_in_both_ways():
+    assert keys35("--version").stdout == f"keys35 {__version__}\n"
+    assert json.loads(keys35("--json", "--version").stdout) == {"version": __version__}
+
+
 def test_an_interrupt_says_how_to_go_on(source, small, tmp_path):
     recipe = recipe_file(tmp_path / "r.toml", small)
     command = [sys.executable, "-m", "keys35.cli", "--json", "measure", source, "--recipe", recipe]
@@ -107,6 +130,7 @@ def test_an_interrupt_says_how_to_go_on(source, small, tmp_path):
                 break
         last = json.loads(running.stderr.read().splitlines()[-1])
         assert running.wait(30) == 130 == last["exit_code"] and "goes on from there" in last["message"]
+        assert last["error"] == "KeyboardInterrupt"
 
 
 def test_the_shell_completes_commands_and_recipes():

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from keys35 import __version__
-from keys35.errors import Keys35Error, ResumeError, out_of_memory
+from keys35.errors import Keys35Error, ResumeError, UsageError, out_of_memory
 from keys35.report.voice import Mode, Voice
 
 app = typer.Typer(
@@ -23,7 +23,7 @@ voice = Voice(_console, Console(stderr=True, emoji=False))
 
 def _version(value: bool) -> None:
     if value:
-        voice.say(f"keys35 {__version__}")
+        voice.result({"version": __version__}, lambda *_: voice.say(f"keys35 {__version__}"))
         raise typer.Exit
 
 
@@ -40,8 +40,11 @@ def _options(
 
 def main() -> None:
     """Run the command line; a refusal is one message on stderr and its own exit code."""
+    as_json = "--json" in sys.argv[1:]  # asked before anything is parsed, which is what may be refused
+    if as_json:
+        voice.speak(Mode.JSON)
     try:
-        app()
+        sys.exit(app(standalone_mode=not as_json))  # typer by itself prints its refusals for people
     except OSError as error:
         voice.refuse(error, ResumeError.exit_code)
         sys.exit(ResumeError.exit_code)
@@ -49,7 +52,16 @@ def main() -> None:
         voice.refuse(error, error.exit_code)
         sys.exit(error.exit_code)
     except Exception as error:
-        if (refusal := out_of_memory(error)) is None:
+        if (refusal := _usage(error) or out_of_memory(error)) is None:
             raise
         voice.refuse(refusal, refusal.exit_code)
         sys.exit(refusal.exit_code)
+
+
+def _usage(error: Exception) -> UsageError | None:
+    """What typer refuses of a command line, by its parts: releases differ in where the exceptions come from."""
+    if not hasattr(error, "format_message"):
+        return None
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context else "keys35"
+    return UsageError(f"{error.format_message().rstrip('.')}. See `{command} --help`")

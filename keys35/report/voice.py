@@ -55,7 +55,7 @@ class Voice:
         elif show:
             show(self.console, value)
 
-    def refuse(self, error: Keys35Error | OSError | str, code: int) -> None:
+    def refuse(self, error: Keys35Error | OSError | KeyboardInterrupt, code: int) -> None:
         """The one message of a refusal, on stderr; in JSON it is the last line, whatever threads still finish."""
         if self.mode is Mode.JSON:
             self._event({"error": type(error).__name__, "message": str(error), "exit_code": code}, last=True)
@@ -72,7 +72,8 @@ class Voice:
             with live_progress(self.console, work, {Mode.QUIET: _nothing, Mode.JSON: self._tick}.get(self.mode)) as it:
                 yield it
         except KeyboardInterrupt:
-            self.refuse("interrupted; what is finished is kept, the same command goes on from there", INTERRUPTED)
+            words = "interrupted; what is finished is kept, the same command goes on from there"
+            self.refuse(KeyboardInterrupt(words), INTERRUPTED)
             sys.exit(INTERRUPTED)
 
     def _tick(self, tick: "Tick") -> None:
