@@ -3,6 +3,7 @@
 A unit is done when its receipt exists, and receipts are written last, so a kill at any moment costs one unit.
 """
 
+import errno
 import fcntl
 import json
 import logging
@@ -71,12 +72,17 @@ class Workdir:
     def lock(self) -> Iterator[None]:
         """Hold the directory for one driver; leftovers of an interrupted run are removed first.
 
-        Raises ResumeError naming the process that holds it. The lock ends with its process, however it dies.
+        Raises ResumeError naming the process that holds it, or the disk that cannot lock. The lock ends with its
+        process, however it dies.
         """
         with open(self.root / LOCK, "a+") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as cause:
+                if cause.errno not in (errno.EWOULDBLOCK, errno.EAGAIN):
+                    raise ResumeError(f"{self.root}: its disk cannot lock files ({cause.strerror}), so that a second "
+                                      "driver would not be noticed; choose a work directory on another disk, or let "
+                                      "the network's file server serve locks") from cause
                 file.seek(0)
                 holder = file.read().strip() or "unknown"
                 raise ResumeError(f"{self.root}: is in use by process {holder}; wait or stop it") from cause

@@ -1,5 +1,6 @@
 """The ledger: jobs are guarded, damaged units are redone, a second driver is turned away."""
 
+import errno
 import json
 import math
 import os
@@ -159,6 +160,16 @@ def test_lock_dies_with_its_process_and_leftovers_are_swept(work: Workdir) -> No
     holder.stdout.close()
     with work.lock():
         assert not leftover.exists()
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_disk_without_locks_is_not_in_use(work: Workdir, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with pytest.raises(ResumeError, match=f"cannot lock files .{os.strerror(code)}.*another disk"), work.lock():
+        pass
 
 
 def test_log_lines_carry_utc_time_and_a_torn_line_is_left_out(work: Workdir) -> None:
