@@ -18,7 +18,8 @@ HEARTBEAT = "progress.json"
 class Tick:
     """Where a stage stands. `kept` of `done` were found finished from an earlier run; times are Unix seconds.
 
-    workers: what each of them does, as JSON values; empty where the stage has none.
+    workers: what each of them does, as JSON values; empty where the stage has none. host: whose process `pid` is, empty
+    in the heartbeats of older versions.
     """
 
     stage: str
@@ -30,6 +31,7 @@ class Tick:
     updated: float
     pid: int
     workers: list[dict[str, Any]] = field(default_factory=list)
+    host: str = ""
 
     @property
     def rate(self) -> float:
@@ -93,7 +95,7 @@ class Meter:
         """A sign of life between two units."""
         times = self._started, time.time()
         self._report(Tick(self._stage, self._done, self._total, self._kept, self._note, *times, os.getpid(),
-                          list(workers)))
+                          list(workers), os.uname().nodename))
 
 
 @dataclass

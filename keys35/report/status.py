@@ -33,11 +33,13 @@ class Status:
 
     @property
     def state(self) -> str:
-        """new, running, finished (the last stage is) or stopped."""
+        """new, finished (the last stage is), running, stopped, or elsewhere: only the driver's host knows which."""
         if self.last is None:
             return "new"
         if self.last.done == self.last.total:
             return "finished"
+        if self.last.host not in ("", os.uname().nodename):
+            return "elsewhere"
         return "running" if _alive(self.last.pid) else "stopped"
 
 
@@ -71,11 +73,13 @@ def show_status(console: Console, status: Status) -> None:
     if status.last is None:
         return
     tick, state = status.last, status.state
+    more = {"stopped": "; run the same command again",
+            "elsewhere": f": ask on {escape(tick.host)} whether process {tick.pid} still runs"}
     console.print(
         f"last stage [bold]{tick.stage}[/bold]: {tick.done} of {tick.total} ({tick.kept} kept), "
         f"{escape(tick.note) or 'starting'}; {tick.rate * 60:.1f} units a minute, "
         f"{human_seconds(tick.seconds_left)} left; "
-        f"{state}{'; run the same command again' if state == 'stopped' else ''}, "
+        f"{state}{more.get(state, '')}, "
         f"last sign of life {human_seconds(time.time() - tick.updated)} ago"
     )
     if tick.workers:

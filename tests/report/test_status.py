@@ -1,10 +1,15 @@
 """Where a work directory stands, read from names and small files alone."""
 
+import json
+import os
 from pathlib import Path
+
+from rich.console import Console
 
 from keys35.files.atomic import write_json
 from keys35.files.ledger import WHEREABOUTS, Workdir
-from keys35.report.status import read_status
+from keys35.progress import HEARTBEAT, Progress
+from keys35.report.status import read_status, show_status
 
 
 def test_a_last_group_may_be_smaller(tmp_path: Path) -> None:
@@ -15,3 +20,19 @@ def test_a_last_group_may_be_smaller(tmp_path: Path) -> None:
     for unit in ("layer-000/0000", "layer-000/0008", "layer-001/0008", "layer-002/0000"):
         work.commit(f"experts/{unit}", [], {})
     assert read_status(tmp_path).experts == (12, 20)
+
+
+def test_only_its_own_host_knows_whether_a_driver_runs(tmp_path: Path) -> None:
+    work = Workdir.open(tmp_path, {"tool": "0", "recipe": {"name": "some", "experts": {"group": 8}}})
+    Progress(work).meter("measure", 2).count("layer 0")
+    beat = json.loads(work.path(HEARTBEAT).read_text())
+    assert (beat["host"], read_status(tmp_path).state) == (os.uname().nodename, "running")
+    nobody = 1 << 22  # above what Linux gives
+    for host, state, words in (("", "stopped", "run the same command again"), ("gpu-7", "elsewhere", "ask on gpu-7")):
+        write_json(work.path(HEARTBEAT), beat | {"host": host, "pid": nobody})
+        console = Console(record=True, width=300, file=open(os.devnull, "w"))
+        show_status(console, read_status(tmp_path))
+        assert read_status(tmp_path).state == state and words in console.export_text()
+    del beat["host"]  # as older versions wrote it
+    write_json(work.path(HEARTBEAT), beat)
+    assert read_status(tmp_path).state == "running"
