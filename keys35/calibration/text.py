@@ -75,9 +75,12 @@ def key_of(document: Document) -> str:
     return document if isinstance(document, str) else document.key
 
 
-def load_text_set(name: str) -> TextSet:
-    """A set by its shipped name or a TOML path; raises RecipeError for a missing set, file or key."""
-    path = _find_set(name)
+def load_text_set(name: str, folder: Path = Path()) -> TextSet:
+    """A set by its shipped name or a TOML path, of `folder` before this one if it is relative.
+
+    Raises RecipeError for a missing set, file or key.
+    """
+    path = _find_set(name, folder)
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
         domains = tuple(_domain(entry, path.parent) for entry in raw["domain"])
@@ -120,9 +123,9 @@ def _belongs(document: str, part: str) -> bool:
     return part == "all" or held_back == (part == "report")
 
 
-def _find_set(name: str) -> Path:
+def _find_set(name: str, folder: Path) -> Path:
     shipped = resource_dir("calibration_sets", "calibration")
-    for path in (Path(name), shipped / f"{name}.toml"):
+    for path in (folder / name, Path(name), shipped / f"{name}.toml"):
         if path.suffix == ".toml" and path.is_file():
             return path
     names = ", ".join(sorted(p.stem for p in shipped.glob("*.toml")))

@@ -63,7 +63,8 @@ def choose(job: Job, measured: Measured) -> Choice:
     """The allocation under the job's recipe, on the surest ground that its experts' costs allow."""
     halves = [read_measured(job, half) for half in (0, 1)]
     named = {domain.name for domain in job.text.domains}
-    missing = tuple(d.name for d in load_text_set(job.recipe.calibration.set).domains if d.name not in named)
+    whole = load_text_set(job.recipe.calibration.set, job.folder)
+    missing = tuple(domain.name for domain in whole.domains if domain.name not in named)
     correlation = rank_correlation(*(np.concatenate([c[:, 0] for c in half.costs()]) for half in halves))
     gains, one_way = _held_out_gain(job, halves)
     scant = _scant(job, gains)

@@ -45,6 +45,8 @@ class Job:
     work: Workdir
     keep: Keep = "all"
     """Which encodings `measure` leaves on disk: of all widths, or those that layer weights need, and only errors."""
+    folder: Path = Path()
+    """Where the job was begun: a set of calibration text that is named by a relative path lies there."""
 
     @property
     def experts(self) -> int:
@@ -105,7 +107,9 @@ def read_source(source: Path, recipe: Recipe) -> tuple[ShardedSource, GlmConfig,
 
 
 @contextmanager
-def open_job(source: Path, recipe: Recipe, root: Path, keep: Keep = "all") -> Iterator[Job]:
+def open_job(
+    source: Path, recipe: Recipe, root: Path, keep: Keep = "all", folder: Path | None = None
+) -> Iterator[Job]:
     """Start or resume a job; raises ResumeError if the directory belongs to another job or is in use.
 
     What source and recipe cannot have together is refused (PlanError, BudgetError) before the directory is theirs.
@@ -115,16 +119,17 @@ def open_job(source: Path, recipe: Recipe, root: Path, keep: Keep = "all") -> It
     recipe = within_size(recipe, opened, config)
     rules = profile_rules(census(config), recipe.output.profile)
     refuse_impossible(rules.values(), config, recipe)
-    text = load_text_set(recipe.calibration.set).only(recipe.calibration.domains)
+    folder = (folder or Path()).absolute()
+    text = load_text_set(recipe.calibration.set, folder).only(recipe.calibration.domains)
     work = Workdir.open(root, _guard(opened, recipe, text))
     with work.lock():
         whereabouts = {"source": str(Path(source).resolve()), "recipe": recipe.model_dump(mode="json"), "keep": keep,
-                       "layers": len(config.layers), "mtp_layers": list(config.mtp_layers),
+                       "folder": str(folder), "layers": len(config.layers), "mtp_layers": list(config.mtp_layers),
                        "experts": len(config.moe_layers) * config.n_routed_experts,
                        "experts_a_layer": config.n_routed_experts}
         write_json(work.path(WHEREABOUTS), whereabouts)
         work.log("started", machine=machine())
-        yield Job(opened, config, rules, dropped, recipe, text, work, keep)
+        yield Job(opened, config, rules, dropped, recipe, text, work, keep, folder)
 
 
 def refuse_nesting(source: Path, out: Path | None, work: Path) -> None:
@@ -144,7 +149,7 @@ def resume_job(root: Path) -> Iterator[Job]:
         raise ResumeError(f"{root} holds no keys35 job: start with `keys35 measure SOURCE --recipe R --work {root}`")
     facts = read_json(path)
     recipe = stored_recipe(facts["recipe"], ResumeError, path)
-    with open_job(Path(facts["source"]), recipe, root, facts.get("keep", "all")) as job:
+    with open_job(Path(facts["source"]), recipe, root, facts.get("keep", "all"), _folder(facts)) as job:
         yield job
 
 
@@ -155,8 +160,14 @@ def attach_job(root: Path) -> Job:
     recipe = stored_recipe(facts["recipe"], ResumeError, work.path(WHEREABOUTS))
     opened, config, dropped = read_source(Path(facts["source"]), recipe)
     rules = profile_rules(census(config), recipe.output.profile)
-    text = load_text_set(recipe.calibration.set).only(recipe.calibration.domains)
-    return Job(opened, config, rules, dropped, recipe, text, work, facts.get("keep", "all"))
+    folder = _folder(facts)
+    text = load_text_set(recipe.calibration.set, folder).only(recipe.calibration.domains)
+    return Job(opened, config, rules, dropped, recipe, text, work, facts.get("keep", "all"), folder)
+
+
+def _folder(facts: dict[str, str]) -> Path:
+    """Where a job was begun; older versions did not say."""
+    return Path(facts.get("folder", "."))
 
 
 def _guard(source: ShardedSource, recipe: Recipe, text: TextSet) -> dict[str, object]:

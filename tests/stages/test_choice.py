@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -31,7 +32,7 @@ def job(domains=(), profile="per-expert", seed=35, **experts):
         "name": "t", "experts": {"widths": WIDTHS, "bits": 2.75} | experts, "output": {"profile": profile},
         "calibration": {"set": "demo", "domains": domains}, "seed": seed,
     })
-    return SimpleNamespace(recipe=recipe, text=load_text_set("demo").only(domains))
+    return SimpleNamespace(recipe=recipe, text=load_text_set("demo").only(domains), folder=Path())
 
 
 def skewed(layers, seed=0):
