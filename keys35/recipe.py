@@ -178,7 +178,7 @@ class Panel(_Section):
     set: str = Field("standard-panel", description="a set of calibration/, or the path of one")
     window: int = Field(2048, ge=16, description="tokens per window")
     windows: int = Field(32, ge=1, description="windows in all, divided by the domains' shares")
-    random_mixes: int = Field(5, ge=1, description="seeds of the random baseline")
+    random_mixes: int = Field(5, ge=1, le=100, description="seeds of the random baseline, at most 100")
 
 
 class Recipe(_Section):
