@@ -5,7 +5,7 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
-from keys35.errors import PublishError
+from keys35.errors import PublishError, ResumeError
 from keys35.files.atomic import write_bytes, write_json
 from keys35.files.ledger import MANIFEST, Workdir
 from keys35.report.facts import REPOSITORY, Facts, facts_of_checkpoint, facts_of_work
@@ -21,10 +21,11 @@ def write_report(out: Path, work: Path | None = None) -> Path:
     """Write the page of a finished checkpoint into it, from its own report files, and return its path.
 
     With `work` what that directory measured is first stored beside the page as KEYS35_MEASUREMENTS.json, so that the
-    page can be rebuilt from the checkpoint alone. Neither holds a time, path or host name. Raises ContractError.
+    page can be rebuilt from the checkpoint alone. Neither holds a time, path or host name. Raises ContractError, and
+    ResumeError for the directory of another job.
     """
     if work is not None:
-        write_json(out / MEASUREMENTS, measurements(Workdir.open(work, None)))
+        write_json(out / MEASUREMENTS, measurements(_work_of(out, work)))
     return _write(out / PAGE, facts_of_checkpoint(out))
 
 
@@ -37,14 +38,27 @@ def write_making(out: Path, work: Path | None = None, base_model: str | None = N
     """Store what a publisher adds: how long each step took on which machine, and the source's repository.
 
     Kept in a file of its own, because it differs from run to run while all others are the same bytes. Raises
-    PublishError for a `base_model` that is no repository.
+    PublishError for a `base_model` that is no repository, ResumeError for the directory of another job.
     """
     if base_model is not None and not REPOSITORY.fullmatch(base_model):
         raise PublishError(f"base model {base_model!r} is no repository; give OWNER/NAME, such as zai-org/GLM-5.3")
     kept = facts_of_checkpoint(out).making or {}
-    made = making(Workdir.open(work, None)) if work is not None else {}
+    made = making(_work_of(out, work)) if work is not None else {}
     facts = {**kept, **made} | ({"base_model": base_model} if base_model else {})
     write_json(out / MAKING, {"format": MAKING_FORMAT, "seconds": {}, "machines": []} | facts)
+
+
+def _work_of(out: Path, root: Path) -> Workdir:
+    """The directory that a checkpoint was made in: what another one measured is not the checkpoint's."""
+    work, report = Workdir.open(root, None), facts_of_checkpoint(out).report
+    recipe = {key: value for key, value in report["recipe"].items() if key != "panel"}
+    ours = {"source": report.get("source_fingerprint"), "recipe": recipe,
+            "calibration_text": report.get("calibration_text_sha256")}
+    other = [key for key, value in ours.items() if work.job.get(key) != value]
+    if other:
+        raise ResumeError(f"{root} is not the work directory that {out} was made in: another {' and '.join(other)}; "
+                          "give that one, or none")
+    return work
 
 
 def is_work(root: Path) -> bool:

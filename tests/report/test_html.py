@@ -10,6 +10,7 @@ from made_up import EXPERTS, LAYERS, write_out
 from small import digest
 
 from keys35.errors import ContractError, PublishError, ResumeError
+from keys35.files.ledger import Workdir
 from keys35.report.facts import Facts, facts_of_checkpoint
 from keys35.report.figures import frontier
 from keys35.report.html import render, write_making, write_report, write_work_report
@@ -225,6 +226,21 @@ def test_refusals(out, tmp_path):
     (out / "quantization_config.json").write_text("{}")
     with pytest.raises(ContractError, match="expert_bits"):
         write_report(out)
+
+
+def test_another_jobs_measurements_are_not_a_checkpoints(out, tmp_path):
+    report, before = facts_of_checkpoint(out).report, digest(out)
+    recipe = {key: value for key, value in report["recipe"].items() if key != "panel"}
+    job = {"tool": "0.1.0", "source": report["source_fingerprint"], "recipe": recipe,
+           "calibration_text": report["calibration_text_sha256"]}
+    ours, other = (Workdir.open(tmp_path / name, one)
+                   for name, one in (("ours", job), ("other", job | {"recipe": recipe | {"seed": 36}})))
+    for write in (write_report, write_making):
+        with pytest.raises(ResumeError, match="not the work directory that .* was made in: another recipe"):
+            write(out, other.root)
+    assert digest(out) == before
+    write_making(out, ours.root)
+    assert facts_of_checkpoint(out).making["seconds"] == {}
 
 
 @pytest.mark.parametrize(("low", "high"), [(1e-5, 0.04), (12486, 20690), (0.0025, 0.0072), (5, 5), (1, 363584)])
