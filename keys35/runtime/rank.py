@@ -8,6 +8,7 @@ import hashlib
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -30,7 +31,8 @@ from keys35.runtime.reference import Reference
 from keys35.runtime.score import score_panel
 
 PR_SET_PDEATHSIG = 1
-JOBS, POLL_S = "jobs.json", 0.02
+JOBS, POLL_S, WATCH_S = "jobs.json", 0.02, 0.5
+ORPHANED = 3
 MOST_THREADS = 4  # products this small gain nothing from more
 
 
@@ -67,11 +69,22 @@ def save_jobs(path: Path, jobs: Sequence[RankJob]) -> None:
     write_json(path, [asdict(job) for job in jobs])
 
 
-def _awaited_jobs(path: Path, launcher: int) -> list[RankJob]:
-    """Jobs, once they are there; raises RankError when nobody is left to give any."""
+def _end_with(launcher: int) -> None:
+    """End when the process that started the ranks does, also in the middle of a job: nobody would read its result, and
+    the ranks of the next attempt need the memory. torchrun has a session of its own, and goes on.
+    """
+
+    def watch() -> None:
+        while Path(f"/proc/{launcher}").exists():
+            time.sleep(WATCH_S)
+        os._exit(ORPHANED)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _awaited_jobs(path: Path) -> list[RankJob]:
+    """Jobs, once they are there."""
     while not path.exists():
-        if not Path(f"/proc/{launcher}").exists():
-            raise RankError(f"process {launcher}, which started the ranks, is gone")
         time.sleep(POLL_S)
     stored = read_json(path, RankError, "start the runtime again")
     return [RankJob(**job | {"prompt": tuple(job["prompt"])}) for job in stored]
@@ -185,6 +198,7 @@ def main() -> int:
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # never outlive torchrun
     folder, launcher, device_name, timeout_s = sys.argv[1:]
+    _end_with(int(launcher))
     out, rank = Path(folder), int(os.environ["RANK"])
     write_json(out / f"rank-{rank}.pid.json", {"pid": os.getpid()})
     try:
@@ -195,7 +209,7 @@ def main() -> int:
         else:
             torch.set_num_threads(min(MOST_THREADS, max(1, len(os.sched_getaffinity(0)) // local_world)))
         ranks = GroupRanks(choose_backend(device, local_world), float(timeout_s))
-        for job in _awaited_jobs(out / JOBS, int(launcher)):
+        for job in _awaited_jobs(out / JOBS):
             run_job(job, ranks, device)
         ranks.close()
     except Exception as error:

@@ -248,22 +248,35 @@ def test_a_gpu_per_rank_is_required_when_gpus_are_asked_for(packed, panel, refer
         run_panel(packed.root, panel, reference.root, 1, tmp_path, device="cuda")
 
 
+WAITING = """
+import pathlib, sys, time
+from keys35.runtime.group import RankGroup
+group = RankGroup(pathlib.Path(sys.argv[1]), 2, device='cpu')
+time.sleep(600)
+"""
+WORKING = """
+import pathlib, sys
+from keys35.runtime.launch import run_generate
+run_generate(sys.argv[2], [1, 2, 3], 100000, 2, pathlib.Path(sys.argv[1]), device='cpu')
+"""
+
+
 @pytest.mark.slow
-def test_ranks_that_wait_end_with_the_process_that_started_them(tmp_path):
-    code = (
-        "import pathlib, sys, time; from keys35.runtime.group import RankGroup;"
-        "RankGroup(pathlib.Path(sys.argv[1]), 2, device='cpu'); time.sleep(600)"
-    )
-    starter = Popen([sys.executable, "-c", code, str(tmp_path)])
+@pytest.mark.parametrize("code", [WAITING, WORKING])
+def test_ranks_end_with_the_process_that_started_them(packed, tmp_path, code):
+    starter = Popen([sys.executable, "-c", code, str(tmp_path), str(packed.root)])
     try:
         files = [tmp_path / f"rank-{rank}.pid.json" for rank in range(2)]
         limit = time.monotonic() + 120
         while not all(file.exists() for file in files) and time.monotonic() < limit:
             time.sleep(0.1)
         pids = [json.loads(file.read_text())["pid"] for file in files]
+        time.sleep(5 if code == WORKING else 0)
+        assert all(os.path.exists(f"/proc/{pid}") for pid in pids)
     finally:
         starter.kill()
         starter.wait()
+    limit = time.monotonic() + 10
     while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < limit:
         time.sleep(0.1)
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
