@@ -19,9 +19,10 @@ class RayCrew:
         if importlib.util.find_spec("ray") is None:
             raise WorkerError("--engine ray needs Ray on every machine: pip install 'keys35[ray]'")
         import ray
-        from ray.exceptions import RayActorError
+        from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError
 
-        self._ray, self._gone = ray, RayActorError
+        # The last two are none of the first: an actor that Ray's memory monitor ended, and one whose machine went.
+        self._ray, self._gone = ray, (RayActorError, OutOfMemoryError, NodeDiedError)
         try:
             ray.init(address=address, log_to_driver=False, logging_level="error")
         except (ConnectionError, RuntimeError, ValueError) as error:
