@@ -52,10 +52,7 @@ class Workdir:
         if stored.get("schema") != SCHEMA:
             raise ResumeError(f"{manifest}: has schema {stored.get('schema')!r}, not {SCHEMA}; {FRESH}")
         if job is not None:
-            differences = _differences(stored["job"], _as_json(job))
-            if differences:
-                raise ResumeError(f"{root}: belongs to another job; undo these changes or choose an empty "
-                                  "work directory:\n  " + "\n  ".join(differences))
+            _refuse_another(root, stored["job"], _as_json(job))
         return cls(root, stored["job"])
 
     @classmethod
@@ -72,8 +69,8 @@ class Workdir:
     def lock(self) -> Iterator[None]:
         """Hold the directory for one driver; leftovers of an interrupted run are removed first.
 
-        Raises ResumeError naming the process that holds it, or the disk that cannot lock. The lock ends with its
-        process, however it dies.
+        Raises ResumeError naming the process that holds it, the disk that cannot lock, or how the job differs from one
+        that began here at the same time. The lock ends with its process, however it dies.
         """
         with open(self.root / LOCK, "a+") as file:
             try:
@@ -89,6 +86,7 @@ class Workdir:
             file.truncate(0)
             file.write(f"{os.getpid()} on {os.uname().nodename}\n")
             file.flush()
+            Workdir.open(self.root, self.job)  # two that begin at once may both have found it empty
             for leftover in self.root.rglob("*" + PARTIAL):
                 leftover.unlink(missing_ok=True)
             yield
@@ -181,6 +179,13 @@ def _whole(line: str) -> dict[str, Any] | None:
 def _as_json(job: dict[str, Any]) -> dict[str, Any]:
     """The job as it comes back from disk, so that tuples and lists compare equal."""
     return json.loads(json.dumps(job))
+
+
+def _refuse_another(root: Path, stored: dict[str, Any], job: dict[str, Any]) -> None:
+    differences = _differences(stored, job)
+    if differences:
+        raise ResumeError(f"{root}: belongs to another job; undo these changes or choose an empty work directory:\n  "
+                          + "\n  ".join(differences))
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:

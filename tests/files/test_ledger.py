@@ -162,6 +162,17 @@ def test_lock_dies_with_its_process_and_leftovers_are_swept(work: Workdir) -> No
         assert not leftover.exists()
 
 
+def test_of_two_jobs_that_begin_at_once_in_one_directory_one_goes_on(tmp_path: Path) -> None:
+    """Both found no manifest; the later one's stands, and the earlier one must not fill the directory for it."""
+    first = Workdir.open(tmp_path / "work", JOB)
+    (first.root / "manifest.json").unlink()
+    second = Workdir.open(tmp_path / "work", {**JOB, "version": "0.2.0"})
+    with pytest.raises(ResumeError, match=r'another job.*(?s:.*)version: "0.2.0" -> "0.1.0"'), first.lock():
+        pass
+    with second.lock(), pytest.raises(ResumeError, match="in use"), second.lock():
+        pass
+
+
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP])
 def test_a_disk_without_locks_is_not_in_use(work: Workdir, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     def refuse(*_: Any) -> None:
