@@ -21,6 +21,7 @@ from keys35.errors import IncompleteError, SourceError
 MAX_HEADER_BYTES = 100_000_000
 DOWNLOAD = "download it again"
 LFS_MAGIC = b"version https://git-lfs"
+CONTROL = (".aria2", ".st")  # files that aria2 and axel keep beside one whose segments they fill in any order
 
 # Bits per element of every dtype the safetensors format names, also those torch cannot hold.
 DTYPE_BITS: dict[str, int] = {
@@ -76,6 +77,7 @@ def read_header(path: Path) -> ShardHeader:
     Raises SourceError, naming the file, for anything but a complete, regular, well-formed safetensors file.
     """
     path = Path(path)
+    _refuse_filling(path)
     size, prefix, raw = _header_bytes(path)
     table = _parse_object(path, raw)
     metadata = _metadata(path, table.pop("__metadata__", {}))
@@ -147,6 +149,14 @@ def open_regular(path: Path) -> int:
 
 def _refuse(path: Path, found: str, remedy: str = "this is not a usable safetensors file") -> NoReturn:
     raise (IncompleteError if remedy == DOWNLOAD else SourceError)(f"{path}: {found}; {remedy}")
+
+
+def _refuse_filling(path: Path) -> None:
+    """Such a file has its full length, and often its header, while there are holes where its tensors will be."""
+    for suffix in CONTROL:
+        if path.with_name(path.name + suffix).exists():
+            raise IncompleteError(f"{path}: is still being downloaded, {path.name}{suffix} lies beside it; finish the "
+                                  "download, or wait for it with --wait")
 
 
 def _header_bytes(path: Path) -> tuple[int, bytes, bytes]:

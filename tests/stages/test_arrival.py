@@ -55,6 +55,32 @@ def test_waiting_ends_with_the_last_whole_shard(arriving) -> None:
     assert ticks[-1].done == ticks[-1].total == 4 and ticks[0].done == 0
 
 
+@pytest.mark.parametrize("suffix", [".aria2", ".st"])
+def test_a_file_of_full_length_is_not_whole_while_its_downloader_still_fills_it(arriving, suffix) -> None:
+    """aria2 and axel write segments side by side: the length and the header are there long before the tensors."""
+    root, whole = arriving
+    for name, data in whole.items():
+        (root / name).write_bytes(data)
+    control = [root / (SHARD.format(n) + suffix) for n in (3, 4)]
+    for path in control:
+        path.touch()
+    (root / SHARD.format(4)).write_bytes(bytes(len(whole[SHARD.format(4)])))  # not even the header is there
+    with pytest.raises(IncompleteError, match=rf"(?s)2 shards are not whole.*00003.*00004.*\{suffix}"):
+        ShardedSource.open(root)
+
+    def finish() -> None:
+        time.sleep(0.2)
+        (root / SHARD.format(4)).write_bytes(whole[SHARD.format(4)])
+        for path in control:
+            path.unlink()
+
+    thread = threading.Thread(target=finish)
+    thread.start()
+    wait_for_source(root, Progress(), poll_s=0.02)
+    thread.join()
+    assert len(ShardedSource.open(root).shards) == 4
+
+
 def test_what_waiting_cannot_mend_is_refused_at_once(arriving) -> None:
     root, _ = arriving
     (root / SHARD.format(3)).write_bytes(b"x" * 100)
