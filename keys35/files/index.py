@@ -12,9 +12,9 @@ ARRIVING = {".incomplete", ".part", ".aria2", ".tmp"}
 AGAIN = "download the checkpoint again"
 
 
-def read_weight_map(path: Path, index: dict[str, Any]) -> dict[str, str]:
+def read_weight_map(path: Path, index: Any) -> dict[str, str]:
     """The index's map from tensor to file; every file name is checked before it becomes a path."""
-    weight_map = index.get("weight_map")
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise SourceError(f"{path}: has no weight_map; {AGAIN}")
     for name, file in weight_map.items():

@@ -87,3 +87,26 @@ def test_what_waiting_cannot_mend_is_refused_at_once(arriving) -> None:
     with pytest.raises(SourceError, match="header length") as refusal:
         wait_for_source(root, Progress(), poll_s=0.02)
     assert not isinstance(refusal.value, IncompleteError)
+
+
+def test_a_source_of_one_file_is_waited_for_too(tmp_path) -> None:
+    root = write_checkpoint(tmp_path / "model", some_tensors(4), shards=1)
+    [shard], index = root.glob("*.safetensors"), root / "model.safetensors.index.json"
+    whole = shard.read_bytes()
+    shard.unlink()
+    index.unlink()
+    shard = root / "model.safetensors"
+    shard.write_bytes(whole[:-7])
+    thread = threading.Timer(0.2, lambda: shard.write_bytes(whole))
+    thread.start()
+    wait_for_source(root, Progress(), poll_s=0.02)
+    thread.join()
+    assert len(ShardedSource.open(root).shards) == 1
+
+
+@pytest.mark.parametrize("text", ["[]", "3", '{"weight_map"'])
+def test_an_index_that_is_none_is_refused(arriving, text) -> None:
+    root, _ = arriving
+    (root / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(SourceError, match=r"index\.json.*download"):
+        wait_for_source(root, Progress(), poll_s=0.02)
