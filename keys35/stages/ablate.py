@@ -63,13 +63,25 @@ def load_variants(path: Path | None, only: Sequence[str] = ()) -> list[Variant]:
     source = path or Path(str(files("keys35"))) / SHIPPED
     try:
         raw = tomllib.loads(source.read_text(encoding="utf-8"))["variant"]
-        found = [Variant(v["group"], v["name"], v.get("set", {}), tuple(v.get("sets", ()))) for v in raw]
-    except (OSError, tomllib.TOMLDecodeError, KeyError, TypeError) as error:
+        found = [_variant(entry) for entry in raw]
+        if len({(v.group, v.name) for v in found}) < len(found):
+            raise ValueError("two variants of one group have one name, and would share a row")
+    except (OSError, ValueError, KeyError, TypeError) as error:  # TOML's and UTF-8's are ValueErrors
         raise RecipeError(f"{source}: not a list of [[variant]] with group, name and set: {error!r}") from None
     unknown = sorted(set(only) - {v.name for v in found} - {v.group for v in found})
     if unknown:
         raise RecipeError(f"{source} has no variant {', '.join(unknown)}: it has {', '.join(v.name for v in found)}")
     return [v for v in found if not only or {v.name, v.group} & set(only)]
+
+
+def _variant(entry: Any) -> Variant:
+    if not isinstance(entry, dict):
+        raise TypeError(entry)
+    changes, sets = entry.get("set", {}), entry.get("sets", [])
+    words = [entry["group"], entry["name"], *(sets if isinstance(sets, list) else [None])]
+    if not isinstance(changes, dict) or not all(isinstance(word, str) for word in words):
+        raise TypeError(f"{entry}: group and name are texts, set is a table, sets a list of texts")
+    return Variant(entry["group"], entry["name"], changes, tuple(sets))
 
 
 def vary(recipe: Recipe, changes: dict[str, Any]) -> Recipe:
@@ -110,8 +122,8 @@ def ablate(
     rows = []
     opened, config, _ = read_source(source, recipe)
     asked, recipe = recipe, within_size(recipe, opened, config)
-    for variant in variants:
-        changed = within_size(vary(asked, variant.changes), opened, config)
+    todo = [(variant, within_size(vary(asked, variant.changes), opened, config)) for variant in variants]
+    for variant, changed in todo:  # a bad one is refused before the first is measured
         path = root / "rows" / f"{_slug(variant)}.json"
         row = read_json(path) if path.exists() else None
         if not finished and (row is None or row["recipe_sha256"] != changed.digest()):

@@ -48,6 +48,26 @@ def test_unknown_keys_and_names_are_refused(tmp_path):
         load_variants(tmp_path / "v.toml")
 
 
+@pytest.mark.parametrize("text", [
+    b"[[variant]]\ngroup = 'a'\nname = 'b'\nset = 5",
+    b"[[variant]]\ngroup = 'a'\nname = 'b'\nsets = 'allocation'",  # a list of letters, none of which is a set
+    b"[[variant]]\ngroup = 'a'\nname = 3",
+    b"[[variant]]\ngroup = 'a'\nname = 'b'\n[[variant]]\ngroup = 'a'\nname = 'b'\nset = { seed = 1 }",
+    b"[variant]\ngroup = 'a'\nname = 'b'", b"variant = 3", b"variant = ['a']", b"# caf\xe9",
+])  # fmt: skip
+def test_lists_of_another_form_are_refused(tmp_path, text):
+    (tmp_path / "v.toml").write_bytes(text)
+    with pytest.raises(RecipeError, match=r"v\.toml: not a list of"):
+        load_variants(tmp_path / "v.toml")
+
+
+def test_a_bad_variant_is_refused_before_the_first_is_measured(tmp_path):
+    source, work = small_source(tmp_path / "source"), tmp_path / "work"
+    with pytest.raises(RecipeError, match="shrinks"):
+        ablate(source, small_recipe(), [DEFAULT, Variant("A", "bad", {"calibration.shrinks": 1}, ())], work, Progress())
+    assert not work.exists()
+
+
 def test_a_group_is_chosen_by_its_name():
     assert {variant.group for variant in load_variants(None, ["Budget"])} == {"Budget"}
 
