@@ -1,15 +1,18 @@
 """Panels of any text: windows, pages, paired differences, and the commands that use them."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from keys35.cli import app
 from keys35.demo import MODEL
-from keys35.errors import PlanError
+from keys35.errors import PlanError, SourceError
+from keys35.progress import Progress
 from keys35.runtime.launch import PanelResult
-from keys35.stages.panels import paired, text_panel
+from keys35.stages.panels import paired, score, text_panel
 
 TOKENIZER = MODEL / "tokenizer.json"
 
@@ -42,6 +45,26 @@ def test_paired_differences_are_of_windows():
     assert found["standard_error"] == pytest.approx(0.1 / 3**0.5)
     assert found["z"] == pytest.approx(5 * 3**0.5)
     assert paired([result([1.0]), result([1.0])], "nll") == {"mean": 0.0, "standard_error": None, "z": None}
+
+
+def test_a_checkpoint_that_cannot_be_scored_is_refused_before_the_source_is_streamed(tmp_path, monkeypatch):
+    text = tmp_path / "words.txt"
+    text.write_text("One two three four five six seven eight nine ten. " * 20)
+    panel = text_panel([text], TOKENIZER, 1, 20)
+
+    def too_late(*_, **__):
+        raise AssertionError("the source is streamed")
+
+    monkeypatch.setattr("keys35.stages.panels.make_reference", too_late)
+    cut, other = (Path(shutil.copytree(MODEL, tmp_path / name)) for name in ("cut", "other"))
+    shard = cut / "model-00002-of-00002.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-9])
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"vocab_size": 4096}))
+    for second, tp, error, words in ((tmp_path / "no-such", 1, SourceError, "no-such"), (cut, 1, SourceError, "00002"),
+                                     (MODEL, 3, PlanError, "tp = 3"), (other, 1, PlanError, "vocabulary of 4096")):
+        with pytest.raises(error, match=words):
+            score([MODEL, second], MODEL, panel, tp, tmp_path / "scratch", Progress())
 
 
 def command(*words: str) -> dict:
