@@ -185,6 +185,8 @@ def ablate(
     from keys35.stages.ablate import load_variants
     from keys35.stages.ablation_table import table as as_table
 
+    if table and table.suffix == ".json":
+        raise typer.BadParameter(f"--table {table} is Markdown, and JSON of that name goes beside it: give a .md file")
     chosen = load_variants(variants, only or ())
     with voice.progress() as progress:
         result = run_ablate(source, load_recipe(recipe), chosen, work, progress, finished)
