@@ -179,7 +179,8 @@ def _crew(job: Job, workers: Workers, gpus: int) -> Crew:
 def _environment(slot: int, count: int, gpus: int) -> dict[str, str]:
     """A worker's GPU, or its share of the cores."""
     share = max(1, len(os.sched_getaffinity(0)) // count)
-    threads = str(min(share, int(os.environ.get("OMP_NUM_THREADS") or share)))
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # "8,2": 8, and 2 inside of each
+    threads = str(min(share, int(asked)) if asked.isdecimal() else share)
     shared = {"OMP_NUM_THREADS": threads, "NUMBA_NUM_THREADS": threads}
     if not gpus:
         return shared

@@ -21,7 +21,7 @@ from keys35.stages.assemble import assemble
 from keys35.stages.job import open_job
 from keys35.stages.measure import measure
 from keys35.stages.quantize import quantize
-from keys35.stages.workers import Workers
+from keys35.stages.workers import Workers, _environment
 
 
 def test_two_workers_make_the_same_bytes_and_show_themselves(tiny, tmp_path: Path) -> None:
@@ -77,6 +77,17 @@ def test_twenty_workers_killed_change_nothing(tiny, tmp_path: Path, monkeypatch:
     units = begun(tmp_path / "work")
     print(f"{len(killed)} workers killed, {len(units) - len(set(units))} of {len(set(units))} units begun again")
     assert len(killed) == 20 and len(units) - len(set(units)) <= 20
+
+
+@pytest.mark.parametrize(
+    ("asked", "threads"), [(None, "4"), ("", "4"), ("2", "2"), ("9", "4"), ("2,1", "2"), ("x", "4")]
+)
+def test_workers_share_the_cores_within_what_openmp_is_told(monkeypatch, asked, threads) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    assert _environment(0, 2, 0) == {"OMP_NUM_THREADS": threads, "NUMBA_NUM_THREADS": threads}
 
 
 @contextmanager
