@@ -2,9 +2,9 @@
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Generic, Self, TypeVar
 
 from keys35.files.atomic import write_json
 from keys35.files.ledger import Workdir
@@ -32,6 +32,12 @@ class Tick:
     pid: int
     workers: list[dict[str, Any]] = field(default_factory=list)
     host: str = ""
+
+    @classmethod
+    def known_of(cls, value: Mapping[str, Any]) -> Self:
+        """From a heartbeat, leaving out what only a newer version knows; raises TypeError if something is missing."""
+        known = {part.name for part in fields(cls)}
+        return cls(**{key: part for key, part in value.items() if key in known})
 
     @property
     def rate(self) -> float:

@@ -47,7 +47,7 @@ def read_status(root: Path) -> Status:
     """The state of a work directory; raises ResumeError if it holds no job."""
     work = Workdir.open(root, None)
     heartbeat = work.path(HEARTBEAT)
-    last = Tick(**read_json(heartbeat)) if heartbeat.is_file() else None
+    last = Tick.known_of(read_json(heartbeat)) if heartbeat.is_file() else None
     units, place = work.units(), work.path(WHEREABOUTS)
     finished = dict(sorted(Counter(_kind(name) for name in units).items()))
     facts = read_json(place) if place.is_file() else {}

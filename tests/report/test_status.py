@@ -33,6 +33,8 @@ def test_only_its_own_host_knows_whether_a_driver_runs(tmp_path: Path) -> None:
         console = Console(record=True, width=300, file=open(os.devnull, "w"))
         show_status(console, read_status(tmp_path))
         assert read_status(tmp_path).state == state and words in console.export_text()
+    write_json(work.path(HEARTBEAT), beat | {"what a newer version says": 1})
+    assert read_status(tmp_path).state == "running"
     del beat["host"]  # as older versions wrote it
     write_json(work.path(HEARTBEAT), beat)
     assert read_status(tmp_path).state == "running"
