@@ -117,6 +117,14 @@ def facts_of_checkpoint(out: Path) -> Facts:
     return Facts(name, report, *optional, classes, widths, quantization.get("profile", "per-expert"))
 
 
+def of_another_job(report: dict[str, Any], work: Workdir) -> list[str]:
+    """What a checkpoint's report has otherwise than a work directory's job: source, recipe but the panel, text."""
+    recipe = {key: value for key, value in report.get("recipe", {}).items() if key != "panel"}
+    made_from = {"source": report.get("source_fingerprint"), "recipe": recipe,
+                 "calibration_text": report.get("calibration_text_sha256")}
+    return [key for key, value in made_from.items() if work.job.get(key) != value]
+
+
 def facts_of_work(root: Path) -> Facts:
     """Read a work directory, finished or not, and its checkpoint if that exists; raises ResumeError without a job."""
     work = Workdir.open(root, None)

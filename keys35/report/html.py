@@ -8,7 +8,7 @@ from pathlib import Path
 from keys35.errors import PublishError, ResumeError
 from keys35.files.atomic import write_bytes, write_json
 from keys35.files.ledger import MANIFEST, Workdir
-from keys35.report.facts import REPOSITORY, Facts, facts_of_checkpoint, facts_of_work
+from keys35.report.facts import REPOSITORY, Facts, facts_of_checkpoint, facts_of_work, of_another_job
 from keys35.report.measured import MAKING, MAKING_FORMAT, MEASUREMENTS, making, measurements
 from keys35.report.sections import SECTIONS
 from keys35.report.terminal import human_seconds
@@ -50,11 +50,8 @@ def write_making(out: Path, work: Path | None = None, base_model: str | None = N
 
 def _work_of(out: Path, root: Path) -> Workdir:
     """The directory that a checkpoint was made in: what another one measured is not the checkpoint's."""
-    work, report = Workdir.open(root, None), facts_of_checkpoint(out).report
-    recipe = {key: value for key, value in report["recipe"].items() if key != "panel"}
-    ours = {"source": report.get("source_fingerprint"), "recipe": recipe,
-            "calibration_text": report.get("calibration_text_sha256")}
-    other = [key for key, value in ours.items() if work.job.get(key) != value]
+    work = Workdir.open(root, None)
+    other = of_another_job(facts_of_checkpoint(out).report, work)
     if other:
         raise ResumeError(f"{root} is not the work directory that {out} was made in: another {' and '.join(other)}; "
                           "give that one, or none")

@@ -20,7 +20,7 @@ from keys35.glm.names import Role, TensorRule, shard_of
 from keys35.memory import release
 from keys35.progress import Progress
 from keys35.report.card import CARD, SOURCE_CARD
-from keys35.report.facts import QUALITY, QUANT, REPORT
+from keys35.report.facts import QUALITY, QUANT, REPORT, of_another_job
 from keys35.report.html import PAGE
 from keys35.report.measured import MAKING, MEASUREMENTS
 from keys35.stages.allocate import load_allocation
@@ -32,7 +32,6 @@ from keys35.stages.sizes import class_sizes
 
 # Written into the output by later steps; a second assembly leaves them to be rewritten.
 LATER = {QUALITY, CARD, SOURCE_CARD, PAGE, MEASUREMENTS, MAKING}
-MADE_FROM = "source_fingerprint", "calibration_text_sha256"  # with the recipe, what a job's bytes follow from
 FORMAT = "keys35-v1"
 HEAD_BITS = 16
 SHARDS_AT_ONCE = 4
@@ -107,10 +106,10 @@ def _refuse_another_jobs(job: Job, out: Path) -> None:
     if not (out / REPORT).is_file():
         return
     found = read_json(out / REPORT, PlanError, "choose an empty directory")
-    recipe = {key: value for key, value in found.get("recipe", {}).items() if key != "panel"}
-    ours = job.recipe.guarded(), job.source.fingerprint(), job.text.digest
-    if (recipe, *map(found.get, MADE_FROM)) != ours:
-        raise PlanError(f"{out} holds another job's checkpoint ({recipe.get('name')}). Choose an empty directory")
+    other = of_another_job(found, job.work)
+    if other:
+        raise PlanError(f"{out} holds another job's checkpoint ({found.get('recipe', {}).get('name')}: another "
+                        f"{' and '.join(other)}). Choose an empty directory")
 
 
 def _shard(
