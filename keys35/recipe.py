@@ -42,7 +42,7 @@ class Experts(_Section):
     )
     scope: Literal["model", "layer"] = Field("model", description="where the mean holds: over all layers, or in each")
     fairness: float = Field(
-        0.75, ge=0, le=1, description="share of the mean gain over a random mix that every domain must get; 0: none"
+        0.5, ge=0, le=1, description="share of the mean gain over a random mix that every domain must get; 0: none"
     )
     fallback: bool = Field(
         True, description="a safe random mix where held-out text says that experts' costs mislead, or lacks domains"

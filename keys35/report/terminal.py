@@ -110,7 +110,8 @@ def show_allocation(console: Console, allocation: dict) -> None:
     gains = ", ".join(f"{escape(name)} {gain:.1%}{' (one way: a half has none)' if name in choice['one_way'] else ''}"
                       for name, gain in choice["gains"].items())
     console.print(f"Costs from two halves of the held-out text: rank correlation {choice['correlation']:.2f}; widths "
-                  f"from one half gain on the other, over a random mix: {gains or 'not compared'}.", soft_wrap=True)
+                  f"from one half gain on the other, over a random mix: {gains or 'not compared'}; every domain was to "
+                  f"have {choice['fairness']:.0%} of the mean gain.", soft_wrap=True)
     if checked := allocation["predicted"]:
         console.print(f"Costs are of simulated encodings: rank correlation {checked['rank_correlation']:.2f} with the "
                       f"{count(checked['experts'], 'expert')} that were encoded, {checked['apart']:.0%} apart.",

@@ -1,13 +1,15 @@
 """Which widths, and on what ground: experts' own costs, or a random mix where held-out text does not bear them out.
 
 Costs measured on one half of the selection windows choose widths that the other half prices. Where that loses to a
-random mix in any domain, or the set was read without some of its domains or with too little held-out text of one,
-experts' own costs are not followed: of many random mixes the safest is taken, not the first drawn.
+random mix in any domain, each is promised more of the gain; where that does not help, or the set was read without some
+of its domains or with too little held-out text of one, experts' own costs are not followed: of many random mixes the
+safest is taken, not the first drawn.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
+from itertools import chain
 
 import numpy as np
 
@@ -28,6 +30,7 @@ from keys35.stages.costs import Measured, read_measured
 from keys35.stages.job import Job
 
 EXPERTS, RANDOM = "experts", "random"
+FAIRER = (0.75, 1.0)  # what every domain is given of the mean gain where less leaves one worse off on held-out text
 DRAWS = 512
 LEAST_TOKENS = 8192  # held out, of a domain: at 2,048 halves agreed and the panel did not (reports/ablations)
 
@@ -36,7 +39,8 @@ LEAST_TOKENS = 8192  # held out, of a domain: at 2,048 halves agreed and the pan
 class Choice:
     """The widths per layer, and how they came about.
 
-    basis: "experts" (each one's own costs) or "random". gains: by domain, what costs of one half of the text gain over
+    basis: "experts" (each one's own costs) or "random". fairness: the share of the mean gain that every domain was to
+    get: the recipe's, or more where that lost in one. gains: by domain, what costs of one half of the text gain over
     a random mix on the other half, both ways averaged; empty where no mix can be named. one_way: domains of which one
     half has no text, so that the gain is of one way alone. correlation: Spearman's, of the experts' costs from the two
     halves. missing: domains of the set that were not read; scant: those with less than `LEAST_TOKENS` of held-out text,
@@ -45,6 +49,7 @@ class Choice:
 
     widths: list[np.ndarray]
     basis: str
+    fairness: float
     gains: dict[str, float]
     one_way: tuple[str, ...]
     correlation: float
@@ -66,12 +71,23 @@ def choose(job: Job, measured: Measured) -> Choice:
     whole = load_text_set(job.recipe.calibration.set, job.folder)
     missing = tuple(domain.name for domain in whole.domains if domain.name not in named)
     correlation = rank_correlation(*(np.concatenate([c[:, 0] for c in half.costs()]) for half in halves))
-    gains, one_way = _held_out_gain(job, halves)
+    fairness, gains, one_way = _fair_enough(job, halves)
     scant = _scant(job, gains)
     loses = bool(gains) and (bool(missing) or bool(scant) or min(gains.values()) < 0)
     basis = RANDOM if loses and job.recipe.experts.fallback else EXPERTS
-    widths, weights = widths_on(job, measured, basis)
-    return Choice(widths, basis, gains, one_way, correlation, missing, scant, weights)
+    widths, weights = widths_on(job, measured, basis, fairness)
+    return Choice(widths, basis, fairness, gains, one_way, correlation, missing, scant, weights)
+
+
+def _fair_enough(job: Job, halves: Sequence[Measured]) -> tuple[float, dict[str, float], tuple[str, ...]]:
+    """The least fairness from the recipe's on at which no domain loses, with its gains; the recipe's if none does."""
+    experts = job.recipe.experts
+    asked = experts.fairness, *_held_out_gain(job, halves, experts.fairness)
+    if experts.fallback and experts.fairness:
+        more = (level for level in FAIRER if level > experts.fairness)
+        tries = chain([asked], ((level, *_held_out_gain(job, halves, level)) for level in more))
+        return next((found for found in tries if min(found[1].values(), default=0) >= 0), asked)
+    return asked
 
 
 def _scant(job: Job, gains: Mapping[str, float]) -> tuple[str, ...]:
@@ -81,9 +97,13 @@ def _scant(job: Job, gains: Mapping[str, float]) -> tuple[str, ...]:
                  if count * calibration.window < LEAST_TOKENS or (gains and domain.name not in gains))
 
 
-def widths_on(job: Job, measured: Measured, basis: str) -> tuple[list[np.ndarray], np.ndarray]:
-    """Widths chosen by experts' costs or at random, and the domains' weights in that."""
-    return (_at_random(job, measured), np.ones(len(measured.share))) if basis == RANDOM else _cheapest(job, measured)
+def widths_on(
+    job: Job, measured: Measured, basis: str, fairness: float | None = None
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """Widths by experts' costs or at random, and the domains' weights in that; fairness: None for the recipe's."""
+    if basis == RANDOM:
+        return _at_random(job, measured), np.ones(len(measured.share))
+    return _cheapest(job, measured, job.recipe.experts.fairness if fairness is None else fairness)
 
 
 def _at_random(job: Job, measured: Measured) -> list[np.ndarray]:
@@ -114,7 +134,9 @@ def _paid(costs: list[np.ndarray], mix: list[np.ndarray], widths: Sequence[float
     return sum(price(layer, picked, widths) for layer, picked in zip(costs, mix, strict=True))
 
 
-def _held_out_gain(job: Job, halves: Sequence[Measured]) -> tuple[dict[str, float], tuple[str, ...]]:
+def _held_out_gain(
+    job: Job, halves: Sequence[Measured], fairness: float
+) -> tuple[dict[str, float], tuple[str, ...]]:
     """By domain, what one half's widths save of a random mix's cost on the other half; empty where there is no mix.
 
     Also the domains that one half alone could judge: a half without text of a domain finds that all widths cost it
@@ -126,7 +148,7 @@ def _held_out_gain(job: Job, halves: Sequence[Measured]) -> tuple[dict[str, floa
         random = typical(costs, experts.widths, experts.budget)
         if random is None:
             return {}, ()
-        widths, _ = widths_on(job, chooser, EXPERTS)
+        widths, _ = widths_on(job, chooser, EXPERTS, fairness)
         paid = _paid(costs, widths, experts.widths)
         for gains, ours, average in zip(found.values(), paid.tolist(), random.tolist(), strict=True):
             gains += [1 - ours / average] if average else []
@@ -152,7 +174,7 @@ def reason(choice: dict[str, object]) -> str | None:
     return f"{' and '.join(why)}: widths {how}; add such text or more of it (calibration.*) and measure again"
 
 
-def _cheapest(job: Job, measured: Measured) -> tuple[list[np.ndarray], np.ndarray]:
+def _cheapest(job: Job, measured: Measured, fairness: float) -> tuple[list[np.ndarray], np.ndarray]:
     """The allocation, and the weight that every domain had in it (1 each, unless fairness asked for more)."""
     experts, costs = job.recipe.experts, measured.costs_by_domain()
     solver = _solver(job)
@@ -161,9 +183,9 @@ def _cheapest(job: Job, measured: Measured) -> tuple[list[np.ndarray], np.ndarra
         return solver(layers, experts.widths, experts.budget)
 
     random = typical(costs, experts.widths, experts.budget)
-    if random is None or not experts.fairness:
+    if random is None or not fairness:
         return solve(measured.costs()), np.ones(len(measured.share))
-    return fair_allocation(solve, costs, experts.widths, random, experts.fairness)
+    return fair_allocation(solve, costs, experts.widths, random, fairness)
 
 
 def typical(costs: list[np.ndarray], widths: Sequence[float], budget: Fraction) -> np.ndarray | None:

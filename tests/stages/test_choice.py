@@ -160,6 +160,31 @@ def test_a_domain_with_little_held_out_text_is_named(chosen):
     assert f"(calibration.selection_windows) in {found.scant[0]}" in choice.reason(found.facts())
 
 
+def noisy_halves(seed):
+    """Two noisy views of costs that differ tenfold between experts and domains."""
+    rng = np.random.default_rng(seed)
+    true = np.exp(rng.normal(size=(EXPERTS, DOMAINS)))
+    return [measured(true * np.exp(rng.normal(size=true.shape))) for _ in range(2)]
+
+
+def test_more_fairness_is_tried_before_costs_are_given_up(chosen):
+    """Of many noisy measurements: as little fairness as leaves no domain worse off, and never less than asked for."""
+    seen = set()
+    for seed in range(100):
+        halves = noisy_halves(seed)
+        found = chosen(*halves, job())
+        levels = {level: min(choice._held_out_gain(job(), halves, level)[0].values()) for level in (0.5, 0.75, 1.0)}
+        enough = [level for level, least in levels.items() if least >= 0]
+        assert found.basis == ("experts" if enough else "random") and found.fairness == (enough or [0.5])[0]
+        if enough:
+            mean = replace(halves[0], error=tuple((a + b) / 2 for a, b in zip(*(h.error for h in halves), strict=True)))
+            wanted = choice.widths_on(job(fairness=found.fairness), mean, choice.EXPERTS)[0]
+            assert all((a == b).all() for a, b in zip(found.widths, wanted, strict=True))
+        assert chosen(*halves, job(fallback=False)).fairness == 0.5 and chosen(*halves, job(fairness=0)).fairness == 0
+        seen.add((found.basis, found.fairness))
+    assert {("experts", 0.5), ("experts", 0.75), ("random", 0.5)} <= seen
+
+
 def test_without_fallback_experts_costs_are_followed_with_a_warning(chosen):
     found = chosen(measured(RISING), measured(RISING[::-1]), job(fallback=False))
     assert found.basis == "experts" and "follow it all the same" in choice.reason(found.facts())
