@@ -159,7 +159,8 @@ class ShardedSource:
         """One tensor's exact bytes in pieces of a few MiB, for tensors that are only copied."""
         tensor = self._find(name)
         if tensor.scale:
-            yield tensor_bytes(self._read(tensor))
+            whole = tensor_bytes(self._read(tensor))
+            yield from (whole[first : first + CHUNK_BYTES] for first in range(0, len(whole), CHUNK_BYTES))
             return
         with self._opened(tensor, tensor.entry.nbytes) as fd:
             yield from read_pieces(fd, tensor.file, tensor.entry.start, tensor.entry.nbytes)

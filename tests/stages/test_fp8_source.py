@@ -7,12 +7,15 @@ import torch
 from builders import write_checkpoint
 from tiny import TINY, tiny_recipe, tiny_source
 
-from keys35.errors import SourceError
+from keys35.errors import PlanError, SourceError
+from keys35.files.atomic import CHUNK_BYTES
+from keys35.files.shards import TensorSpec, write_shard
 from keys35.files.source import ShardedSource
 from keys35.glm.config import GlmConfig
-from keys35.glm.names import census
+from keys35.glm.names import TensorRule, census
 from keys35.progress import Progress
 from keys35.runtime.panel import Panel
+from keys35.stages.assemble import _compare_carried
 from keys35.stages.panels import validate_panel
 from keys35.stages.plan import plan
 from keys35.stages.scan import scan
@@ -60,3 +63,20 @@ def test_either_kind_can_be_what_a_checkpoint_is_judged_by(sources: tuple[Path, 
     panel = Panel.of("words", [torch.arange(20, 44)], ["words"])
     found = validate_panel(plain, fp8, panel, 1, tmp_path, Progress(), device="cpu")
     assert 0 < found["metrics"]["kl"] < 0.1, "what FP8 lost"
+
+
+def test_a_large_carried_tensor_is_written_and_read_back(tmp_path: Path) -> None:
+    """GLM-5.3's kv_b is 29 MB as BF16, more than files are read at a time."""
+    name = "model.layers.0.self_attn.kv_b_proj.weight"
+    held = {name: torch.randn(33024, 128).to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.full((258, 1), 0.01)}
+    source = ShardedSource.open(write_checkpoint(tmp_path / "fp8", held, shards=1), fp8=True)
+    entry, path = source.tensors[name].entry, tmp_path / "out.safetensors"
+    assert entry.nbytes > CHUNK_BYTES
+    write_shard(path, [TensorSpec(name, entry.dtype, entry.shape, lambda: source.pieces(name))])
+    rules = [TensorRule(name, entry.shape)]
+    _compare_carried(source, path, rules)
+    with open(path, "r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\x7f")
+    with pytest.raises(PlanError, match="read back differently"):
+        _compare_carried(source, path, rules)
