@@ -134,6 +134,22 @@ def test_an_interrupt_says_how_to_go_on(source, small, tmp_path):
         assert last["error"] == "KeyboardInterrupt"
 
 
+def test_in_json_an_interrupt_outside_of_progress_is_a_json_line_too():
+    """A recipe is read before anything shows itself."""
+    code = (
+        "import os, signal, time\n"
+        "import keys35.recipe\n"
+        "from keys35.cli import main\n"
+        "keys35.recipe.load_recipe = lambda name: (os.kill(os.getpid(), signal.SIGINT), time.sleep(9))\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "main()\n"
+    )
+    command = [sys.executable, "-c", code, "--json", "plan", str(MODEL), "--recipe", "demo"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    event = json.loads(done.stderr)
+    assert (done.stdout, done.returncode, event["exit_code"], event["error"]) == ("", 130, 130, "KeyboardInterrupt")
+
+
 def test_the_shell_completes_commands_and_recipes():
     def complete(words):
         environment = os.environ | {"_KEYS35_COMPLETE": "complete_bash", "COMP_WORDS": words,

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from keys35 import __version__
 from keys35.errors import Keys35Error, ResumeError, UsageError, out_of_memory
-from keys35.report.voice import Mode, Voice
+from keys35.report.voice import INTERRUPTED, Mode, Voice
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -44,7 +44,10 @@ def main() -> None:
     if as_json:
         voice.speak(Mode.JSON)
     try:
-        sys.exit(app(standalone_mode=not as_json))  # typer by itself prints its refusals for people
+        code = app(standalone_mode=not as_json)  # typer by itself prints its refusals for people
+        if code == INTERRUPTED:  # Ctrl-C where no progress was shown, of which typer makes a silent exit
+            voice.interrupted()
+        sys.exit(code)
     except OSError as error:
         voice.refuse(error, ResumeError.exit_code)
         sys.exit(ResumeError.exit_code)

@@ -72,9 +72,13 @@ class Voice:
             with live_progress(self.console, work, {Mode.QUIET: _nothing, Mode.JSON: self._tick}.get(self.mode)) as it:
                 yield it
         except KeyboardInterrupt:
-            words = "interrupted; what is finished is kept, the same command goes on from there"
-            self.refuse(KeyboardInterrupt(words), INTERRUPTED)
+            self.interrupted()
             sys.exit(INTERRUPTED)
+
+    def interrupted(self) -> None:
+        """What Ctrl-C is answered with."""
+        words = "interrupted; what is finished is kept, the same command goes on from there"
+        self.refuse(KeyboardInterrupt(words), INTERRUPTED)
 
     def _tick(self, tick: "Tick") -> None:
         self._event({"progress": plain(tick)})
