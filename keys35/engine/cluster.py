@@ -34,7 +34,7 @@ class RayCrew:
         self.size = size or gpus or nodes
         if gpus and self.size > gpus:
             raise WorkerError(f"{self.size} workers asked, the cluster has {gpus} GPUs; one worker drives one GPU")
-        share = resources["CPU"] / self.size
+        share = resources.get("CPU", 0) / self.size  # a cluster may offer none, as with `ray start --num-cpus 0`
         needs = {"num_gpus": 1, "num_cpus": 0} if gpus else {"num_cpus": min(1.0, int(100 * share) / 100)}
         self._actor = ray.remote(max_restarts=0, **needs)(_Actor)
         self._arguments = (factory, argument, 0 if gpus else max(1, int(share)))

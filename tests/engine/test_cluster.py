@@ -16,6 +16,28 @@ def a_handle() -> SimpleNamespace:
     return SimpleNamespace(open=call, do=call)
 
 
+def fake_cluster(monkeypatch: pytest.MonkeyPatch, resources: dict[str, float], **more: object) -> None:
+    actor = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: a_handle()))
+    fakes = {"init": lambda **_: None, "cluster_resources": lambda: resources, "nodes": lambda: [{"Alive": True}],
+             "remote": lambda **_: lambda _: actor, "wait": lambda waiting, **_: (waiting[:1], [])}
+    for name, fake in (fakes | more).items():
+        monkeypatch.setattr(ray, name, fake)
+
+
+@pytest.mark.parametrize(("resources", "asked"), [
+    ({"GPU": 2.0}, {"num_gpus": 1, "num_cpus": 0}),
+    ({"memory": 1e9}, {"num_cpus": 0.0}),
+    ({"CPU": 3.0}, {"num_cpus": 1.0}),
+])  # fmt: skip
+def test_workers_ask_for_no_cpu_where_the_cluster_has_none(
+    monkeypatch: pytest.MonkeyPatch, resources: dict[str, float], asked: dict[str, float]
+) -> None:
+    needs = {}
+    fake_cluster(monkeypatch, resources, remote=lambda **found: needs.update(found) or (lambda _: None))
+    RayCrew("module:function", "argument", "auto", 0)
+    assert needs == {"max_restarts": 0} | asked
+
+
 @pytest.mark.parametrize("lost", [
     exceptions.ActorDiedError(),
     exceptions.OutOfMemoryError("the memory monitor ended a worker of node 7\nTop 10 memory users:"),
@@ -25,11 +47,7 @@ def test_a_lost_worker_is_replaced_whatever_ray_calls_it(monkeypatch: pytest.Mon
     def get(_: object) -> None:
         raise lost
 
-    actor = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: a_handle()))
-    fakes = {"init": lambda **_: None, "cluster_resources": lambda: {"CPU": 2.0}, "nodes": lambda: [{"Alive": True}],
-             "remote": lambda **_: lambda _: actor, "wait": lambda waiting, **_: (waiting[:1], []), "get": get}
-    for name, fake in fakes.items():
-        monkeypatch.setattr(ray, name, fake)
+    fake_cluster(monkeypatch, {"CPU": 2.0}, get=get)
     crew = RayCrew("module:function", "argument", "auto", 1)
     crew.start(0)
     assert crew.listen(0) == [Died(0, str(lost).splitlines()[0])]
