@@ -114,7 +114,7 @@ class WindowMaker:
 def read_tokenizer(path: Path) -> Tokenizer:
     """A checkpoint's tokenizer, which neither cuts nor pads; raises SourceError when it is missing or damaged."""
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_buffer(path.read_bytes())  # the library opens no path that is not UTF-8
     except Exception as error:  # the library raises bare Exceptions
         raise SourceError(f"{path} cannot be read as a tokenizer ({error}); copy the source's") from None
     # A file that was saved after training or serving may carry a length: documents would lose their ends silently.

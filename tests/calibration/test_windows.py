@@ -1,6 +1,9 @@
 """Text to windows: split by document, no padding, sealed with the tokenizer's hash."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -66,6 +69,17 @@ def test_a_tokenizer_file_that_cuts_and_pads_does_neither_here(tmp_path):
     wanted, found = (WindowMaker(file, 0, 64, 0).make(text, [4, 4], None)
                      for file in (TOKENIZER, tmp_path / "tokenizer.json"))
     assert torch.equal(found.tokens, wanted.tokens)
+
+
+def test_a_tokenizer_in_a_folder_that_the_locale_cannot_name(tmp_path):
+    folder = tmp_path / "modèle"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_bytes(TOKENIZER.read_bytes())
+    code = ("import sys; from pathlib import Path; from keys35.calibration.windows import read_tokenizer; "
+            "[root] = Path(sys.argv[1]).glob('mod*'); print(read_tokenizer(root / 'tokenizer.json').encode('a b').ids)")
+    environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, env=environment)
+    assert done.stdout == f"{Tokenizer.from_file(str(TOKENIZER)).encode('a b').ids}\n", done.stderr
 
 
 def test_another_tokenizer_is_refused(tmp_path):
