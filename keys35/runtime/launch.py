@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keys35.errors import RankError, SourceError
+from keys35.errors import PlanError, RankError, SourceError
 from keys35.files.atomic import read_json
+from keys35.files.source import ShardedSource
 from keys35.glm.config import GlmConfig
 from keys35.glm.names import check_tp
 from keys35.runtime.group import RankGroup
@@ -215,3 +216,15 @@ def check_ranks(checkpoint: Path | str, tp: int) -> None:
     """Refuse (PlanError) an impossible split from the config alone, before any process starts."""
     config = checkpoint_of(checkpoint, 0) / "config.json"
     check_tp(GlmConfig.from_dict(read_json(config, SourceError, "give a checkpoint's folder")), tp)
+
+
+def check_judged(checkpoint: Path, tp: int, reference: Path, vocabulary: int) -> None:
+    """Refuse a checkpoint that ranks could not hold against a reference with this many tokens, from headers alone.
+
+    Raises PlanError for a split or a vocabulary that does not fit, SourceError for files that are missing or cut.
+    """
+    check_ranks(checkpoint, tp)
+    size = GlmConfig.from_dict(ShardedSource.open(checkpoint).config).vocab_size
+    if size != vocabulary:
+        raise PlanError(f"{checkpoint} has a vocabulary of {size}, {reference} one of {vocabulary}: it was not made "
+                        "from it")

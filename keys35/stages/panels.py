@@ -15,7 +15,7 @@ from keys35.files.source import ShardedSource
 from keys35.glm.config import GlmConfig
 from keys35.glm.weights import WeightStore
 from keys35.progress import Progress
-from keys35.runtime.launch import PanelResult, PanelRun, check_ranks, run_panels
+from keys35.runtime.launch import PanelResult, PanelRun, check_judged, run_panels
 from keys35.runtime.panel import Panel
 from keys35.runtime.rank import choose_device
 from keys35.runtime.reference import make_reference
@@ -64,11 +64,7 @@ def score(
     source = ShardedSource.open(reference, fp8=None)
     config = GlmConfig.from_dict(source.config, mtp_hidden=mtp_hidden)
     for path in checkpoints:
-        check_ranks(path, tp)
-        size = GlmConfig.from_dict(ShardedSource.open(path).config).vocab_size
-        if size != config.vocab_size:
-            raise PlanError(f"{path} has a vocabulary of {size}, {reference} one of {config.vocab_size}: it was not "
-                            "made from it")
+        check_judged(path, tp, reference, config.vocab_size)
     place = choose_device(device, 0, 1)
     states = scratch / f"reference-{panel.fingerprint[:12]}"
     results: list[PanelResult] = []

@@ -23,7 +23,7 @@ from keys35.runtime.launch import (
     PanelResult,
     PanelRun,
     Running,
-    check_ranks,
+    check_judged,
     panel_jobs,
     panel_results,
     run_panels,
@@ -77,9 +77,9 @@ class Validation:
         if not os.access(out, os.W_OK):  # known now, and not when the ranks are done
             raise PlanError(f"{out} cannot be written, and {QUALITY} goes there: make it writable, or give a text with "
                             "--panel, whose results go to --scratch")
-        check_ranks(out, tp)
         source = ShardedSource.open(reference, fp8=None)  # what FP8 lost may be judged against BF16
         config = GlmConfig.from_dict(source.config, mtp_hidden=recipe.mtp.hidden)
+        check_judged(out, tp, reference, config.vocab_size)
         store = WeightStore(source, config, device=backend_device(recipe.encoder.backend))
         self.out, self.tp, self.scratch, self.hidden = out, tp, scratch, recipe.mtp.hidden
         self.panel, self.set = held_out_panel(reference, config, recipe), recipe.panel.set
