@@ -9,7 +9,7 @@ from typing import Any
 
 from keys35.calibration.text import load_text_set
 from keys35.calibration.windows import WindowMaker, shares
-from keys35.errors import ContractError, PlanError, RankError
+from keys35.errors import ContractError, PlanError, RankError, RecipeError
 from keys35.exl3.viterbi import backend_device
 from keys35.files.atomic import load_tensors, read_json, write_json
 from keys35.files.source import ShardedSource
@@ -82,7 +82,7 @@ class Validation:
         check_judged(out, tp, reference, config.vocab_size)
         store = WeightStore(source, config, device=backend_device(recipe.encoder.backend))
         self.out, self.tp, self.scratch, self.hidden = out, tp, scratch, recipe.mtp.hidden
-        self.panel, self.set = held_out_panel(reference, config, recipe), recipe.panel.set
+        self.panel, self.set = _panel_of(out, reference, config, recipe), recipe.panel.set
         self.runs = [PanelRun(self.panel, scratch / "reference", scratch / f"tp-{tp}")]
         for _ in progress.walk("reference", [recipe.panel.set]):
             make_reference(store, self.panel, scratch / "reference")
@@ -150,6 +150,15 @@ def _agreement(few: Panel, proof: Path, tp: int) -> dict[str, float]:
             f"{LOGIT_TOLERANCE:g}), KL {found['kl']:.1e} (at most {KL_TOLERANCE:g}); the checkpoint does not split well"
         )
     return found
+
+
+def _panel_of(out: Path, reference: Path, config: GlmConfig, recipe: Recipe) -> Panel:
+    """A checkpoint's own panel. Its report says no paths: a set of a user's own is named as when the job was begun."""
+    try:
+        return held_out_panel(reference, config, recipe)
+    except RecipeError as error:
+        raise RecipeError(f"{out} cannot be judged on its recipe's panel '{recipe.panel.set}': {error}. Run this in "
+                          "the folder where the job was begun, or judge it on a text of yours with --panel") from None
 
 
 def held_out_panel(reference: Path, config: GlmConfig, recipe: Recipe) -> Panel:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from keys35.demo import MODEL
-from keys35.errors import Keys35Error, PlanError, SourceError
+from keys35.errors import Keys35Error, PlanError, RecipeError, SourceError
 from keys35.progress import Progress
 from keys35.recipe import load_recipe
 from keys35.stages.validate import validate
@@ -49,3 +49,20 @@ def test_a_checkpoint_that_cannot_be_scored_is_refused_before_the_source_is_stre
         config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 4096}))
     with pytest.raises(error, match=words):
         validate(out, MODEL, load_recipe("demo"), tp, tmp_path / "scratch", Progress())
+
+
+def test_a_panel_of_the_makers_own_is_looked_for_in_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The report of a checkpoint says no paths, so that a set named by a relative one is found from there alone."""
+    (tmp_path / "words.txt").write_text("It was the best of times, it was the worst of times. \n" * 40)
+    (tmp_path / "mine.toml").write_text(
+        'version = 1\n[[domain]]\nname = "a"\nshare = 1\nfiles = ["words.txt"]\ndocuments = "line"\n')
+    demo = load_recipe("demo")
+    recipe = demo.model_copy(update={"panel": demo.panel.model_copy(update={"set": "mine.toml", "windows": 1})})
+    monkeypatch.setattr("keys35.stages.validate.make_reference", lambda *_, **__: pytest.skip("found"))
+    with pytest.raises(RecipeError, match="panel 'mine.toml': no calibration set.*job was begun.*--panel"):
+        validate(MODEL, MODEL, recipe, 1, tmp_path / "scratch", Progress())
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(pytest.skip.Exception):
+        validate(MODEL, MODEL, recipe, 1, tmp_path / "scratch", Progress())
