@@ -49,9 +49,12 @@ class Pieces:
             entry = self.job.source.tensors[rule.source].entry
             yield TensorSpec(rule.name, entry.dtype, entry.shape, partial(self.job.source.pieces, rule.source))
             return
-        piece = self._piece(self._file(rule), self._unit(rule))
+        unit = self._unit(rule)
+        piece = self._piece(self._file(rule), unit)
         for name in exl3_parts(rule.module).values():
-            entry = piece.header.entries[name]
+            entry = piece.header.entries.get(name)
+            if entry is None:  # a sample alone was encoded
+                raise ResumeError(f"{unit} has no {name}: run `keys35 quantize --work {self.job.work.root}` first")
             yield TensorSpec(name, entry.dtype, entry.shape, partial(_verified, piece, name))
 
     def recorded(self, rules: Sequence[TensorRule]) -> dict[str, str]:

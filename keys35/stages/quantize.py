@@ -15,7 +15,7 @@ from keys35.stages.job import Job
 from keys35.stages.needs import encoded_bytes, rows_bytes, states_bytes
 from keys35.stages.quantize_in_order import quantize_in_order
 from keys35.stages.schedule import Step, carry_out
-from keys35.stages.units import ExpertUnit, by_width, dense_unit, expert_units, unit_rules
+from keys35.stages.units import ExpertUnit, by_width, dense_unit, expert_units, not_held, unit_rules
 from keys35.stages.workers import Workers, chosen_task, dense_task, experts_task, open_workers
 
 
@@ -78,9 +78,8 @@ def _task(job: Job, unit: ExpertUnit, allocation: dict[int, list[int]]) -> Task 
     chosen = by_width(unit, allocation[unit.layer])
     if receipt is None:
         widths = sorted({*chosen, *job.recipe.experts.widths})
-        return experts_task(unit, widths, widths if job.keep == "all" else sorted(chosen))
-    held = receipt["data"]["held"]
-    missing = {width: experts for width, experts in chosen.items() if not set(experts) <= set(held.get(str(width), []))}
+        return experts_task(unit, widths, widths if job.keep == "all" else sorted(chosen), chosen)
+    missing = not_held(receipt["data"], chosen)
     return chosen_task(unit, missing) if missing else None
 
 

@@ -1,6 +1,6 @@
 """Units of work: their names, files and receipts. A unit is done or not; nothing in between survives a kill."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,12 @@ def by_width(unit: ExpertUnit, widths: Sequence[int]) -> dict[int, list[int]]:
     for expert in unit.experts:
         chosen.setdefault(widths[expert], []).append(expert)
     return chosen
+
+
+def not_held(data: Mapping[str, Any], chosen: Mapping[int, list[int]]) -> dict[int, list[int]]:
+    """Of what is chosen for a unit (width -> experts), the widths of which its receipt's data lacks an expert."""
+    held = data["held"]
+    return {width: experts for width, experts in chosen.items() if not set(experts) <= set(held.get(str(width), []))}
 
 
 def sampled(job: Job, unit: ExpertUnit) -> list[int]:

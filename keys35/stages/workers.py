@@ -25,7 +25,7 @@ from keys35.stages.experts import LayerRows, Shelf, encode_chosen, encode_expert
 from keys35.stages.job import Job, attach_job
 from keys35.stages.prefix import prefix_rows
 from keys35.stages.sensitivity import propagate_part
-from keys35.stages.units import FINAL, MEASURED, ExpertUnit, dense_unit, expert_units, sensitivity_unit
+from keys35.stages.units import FINAL, MEASURED, ExpertUnit, dense_unit, expert_units, not_held, sensitivity_unit
 
 FACTORY = f"{__name__}:open_worker"
 
@@ -39,19 +39,27 @@ class Workers:
     address: str = "auto"
 
 
-def experts_task(unit: ExpertUnit, widths: Sequence[int], keep: Sequence[int]) -> Task:
-    """Encode a group of experts at some widths and keep some of the encodings."""
-    return Task(unit.name, _place(unit) | {"widths": list(widths), "keep": list(keep)})
+Chosen = Mapping[float, Sequence[int]]
+"""A group's experts by the width chosen for them."""
 
 
-def chosen_task(unit: ExpertUnit, chosen: Mapping[int, Sequence[int]]) -> Task:
-    """Encode some of a group's experts again, at the width chosen for each (width -> experts)."""
-    return Task(unit.name, _place(unit) | {"chosen": [[width, list(experts)] for width, experts in chosen.items()]})
+def experts_task(unit: ExpertUnit, widths: Sequence[int], keep: Sequence[int], then: Chosen | None = None) -> Task:
+    """Encode a group of experts at some widths and keep some of the encodings; then those chosen that are not kept."""
+    return Task(unit.name, _place(unit) | {"widths": list(widths), "keep": list(keep), "then": _pairs(then or {})})
 
 
-def final_task(unit: ExpertUnit, chosen: Mapping[int, Sequence[int]]) -> Task:
-    """Encode a group of experts behind the quantized prefix, at the width chosen for each (width -> experts)."""
-    return Task(unit.name, _place(unit) | {"final": [[width, list(experts)] for width, experts in chosen.items()]})
+def chosen_task(unit: ExpertUnit, chosen: Chosen) -> Task:
+    """Encode some of a group's experts again, at the width chosen for each."""
+    return Task(unit.name, _place(unit) | {"chosen": _pairs(chosen)})
+
+
+def final_task(unit: ExpertUnit, chosen: Chosen) -> Task:
+    """Encode a group of experts behind the quantized prefix, at the width chosen for each."""
+    return Task(unit.name, _place(unit) | {"final": _pairs(chosen)})
+
+
+def _pairs(chosen: Chosen) -> list[list[object]]:
+    return [[width, list(experts)] for width, experts in chosen.items()]
 
 
 def _place(unit: ExpertUnit) -> dict[str, int]:
@@ -101,12 +109,18 @@ def unit_worker(job: Job, shelf: Shelf | None = None) -> Callable[[Task], None]:
         if alone and following is None:
             held.clear()  # the next layer needs the room
 
+    def choose(unit: ExpertUnit, chosen: Chosen) -> None:
+        encode_chosen(job, unit, chosen, rows(unit.layer), shelf.reader)
+
     def work(task: Task) -> None:
         match task.arguments:
-            case {"layer": layer, "start": start, "widths": widths, "keep": keep}:
-                encode(_unit(job, layer, start), widths, keep)
+            case {"layer": layer, "start": start, "widths": widths, "keep": keep, "then": chosen}:
+                unit = _unit(job, layer, start)
+                encode(unit, widths, keep)
+                if missing := not_held(job.work.require(unit.name)["data"], dict(chosen)):  # only a sample was encoded
+                    choose(unit, missing)
             case {"layer": layer, "start": start, "chosen": chosen}:
-                encode_chosen(job, _unit(job, layer, start), dict(chosen), rows(layer), shelf.reader)
+                choose(_unit(job, layer, start), dict(chosen))
             case {"layer": layer, "start": start, "final": chosen}:
                 encode_final(job, _unit(job, layer, start, FINAL), dict(chosen), behind_prefix(layer), shelf.reader)
             case {"layer": layer}:

@@ -1,9 +1,12 @@
 """A predicted measurement: all simulated, a sample encoded, and in the end the same encodings as a full one's."""
 
 import numpy as np
+import pytest
 import torch
+from small import digest
 from tiny import tiny_recipe
 
+from keys35.errors import ResumeError
 from keys35.progress import Progress
 from keys35.stages.allocate import allocate, load_allocation
 from keys35.stages.candidates import Candidates, are_held
@@ -11,6 +14,7 @@ from keys35.stages.costs import POOL, _completed, _ratios, read_measured
 from keys35.stages.explain import explain, sentences
 from keys35.stages.job import open_job, resume_job
 from keys35.stages.measure import measure
+from keys35.stages.pieces import Pieces
 from keys35.stages.quantize import quantize
 
 
@@ -35,6 +39,24 @@ def test_a_sample_is_encoded_and_everything_in_the_end(tmp_path, tiny):
                 for expert, width in enumerate(widths):
                     ours, theirs = (one.encoded(expert, "down_proj", width) for one in pairs)
                     assert all(torch.equal(ours[part], theirs[part]) for part in theirs)
+
+
+def test_a_group_that_was_lost_is_measured_and_encoded_as_chosen(tmp_path, tiny):
+    """As a kill leaves it between a group's rewritten file and its receipt; its measurement alone encodes a sample."""
+    experts = {"widths": [3, 4], "bits": 3.25, "group": 2, "measure": "predicted", "sample": 4}
+    with open_job(tiny.source, tiny_recipe(experts=experts), tmp_path / "work") as job:
+        measure(job, Progress())
+        allocate(job)
+        chosen, folder = load_allocation(job), job.work.path("experts", "layer-001")
+        rule = job.rules["model.layers.1.mlp.experts.0.up_proj.weight"]
+        with pytest.raises(ResumeError, match="experts/layer-001/0000 has no model.*0.up_proj.*keys35 quantize"):
+            list(Pieces(job, chosen).specs(rule))  # `assemble` before `quantize`: expert 1 alone is in that file
+        quantize(job, Progress())
+        wanted = digest(folder)
+        for path in folder.glob("0000-k*.safetensors"):
+            path.write_bytes(path.read_bytes()[:-1])
+        quantize(job, Progress())
+        assert are_held(job, chosen) and digest(folder) == wanted
 
 
 def test_what_is_not_known_is_simulated_times_what_the_known_come_to():
