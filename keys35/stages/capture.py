@@ -23,7 +23,15 @@ from keys35.stages.needs import rows_stay
 from keys35.stages.scan import broken_tensors
 from keys35.stages.spans import Spans
 from keys35.stages.states import States, read_states, save_states
-from keys35.stages.units import CALIBRATION, capture_unit, expert_units, layer_name, load_recorded, recorded_sha256
+from keys35.stages.units import (
+    CALIBRATION,
+    capture_unit,
+    expert_units,
+    layer_name,
+    load_recorded,
+    recorded_entry,
+    recorded_sha256,
+)
 
 READERS = 8
 
@@ -176,10 +184,8 @@ def _require_finite_ends(job: Job) -> None:
 
 def forget_states(job: Job, layer: int) -> None:
     """Drop states that the next layer's replace; the receipt is renewed first so that it stays whole."""
-    if not has_states(job, layer):
-        return
-    receipt = job.work.receipt(capture_unit(layer))
-    if receipt is not None:
+    if has_states(job, layer):
+        receipt = job.work.require(capture_unit(layer))
         keep = {hessian_file(job, layer): receipt["files"][0]["sha256"]}
         job.work.commit(capture_unit(layer), keep, receipt["data"])
     _state_file(job, layer).unlink(missing_ok=True)
@@ -217,7 +223,7 @@ def _states_after(
 ) -> dict[str, States]:
     """A layer's outgoing states from disk, without what is dropped; made again from the last kept if they are gone."""
     before = dropped_before(job, layer)
-    if _state_file(job, layer).exists():
+    if has_states(job, layer):
         found = read_states(load_recorded(job, capture_unit(layer), _state_file(job, layer)), SPLITS)
     else:
         weights = layer_weights(job, store, layer)
@@ -229,8 +235,9 @@ def _states_after(
 
 
 def has_states(job: Job, layer: int) -> bool:
-    """Whether the states behind a layer are on disk."""
-    return _state_file(job, layer).exists()
+    """Whether the states behind a layer are on disk; a file that no receipt names was about to be dropped."""
+    path = _state_file(job, layer)
+    return path.exists() and recorded_entry(job, job.work.receipt(capture_unit(layer)), path) is not None
 
 
 def require_rows(job: Job, store: WeightStore, layer: int, windows: dict[str, Windows]) -> None:

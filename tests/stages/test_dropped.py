@@ -156,18 +156,26 @@ def test_two_workers_make_the_same_bytes(one_bad, tmp_path):
 
 
 def test_a_pass_made_again_drops_the_same(one_bad, tmp_path):
-    """Where the states before a layer were let go, they are made again, without the window, to the same bytes."""
+    """Where the states before a layer were let go, they are made again, without the window, to the same bytes.
+
+    So they are where a kill came before their file was deleted: no receipt names it any more.
+    """
     source, _, root = one_bad
     files = {}
-    for name in ("whole", "again"):
+    for name in ("whole", "again", "killed"):
         with open_job(source, RECIPE, tmp_path / name) as job:
             sealed = calibration_windows(job)
             capture(job, job.store, 0, sealed)()
-            if name == "again":
+            states = job.work.path("states", "layer-000.safetensors")
+            left = states.read_bytes()
+            if name != "whole":
                 forget_states(job, 0)
+            if name == "killed":
+                states.write_bytes(left)
             capture(job, job.store, 1, sealed)()
+            assert not states.exists()
         files[name] = {key: value for key, value in digest(tmp_path / name).items() if "layer-001" in key}
-    assert files["whole"] == files["again"] and len(files["whole"]) > 2
+    assert files["whole"] == files["again"] == files["killed"] and len(files["whole"]) > 2
 
 
 @pytest.mark.slow
