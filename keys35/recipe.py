@@ -143,6 +143,7 @@ class Encoder(_Section):
     sigma_reg: float = Field(0.025, gt=0, lt=1, description="damping, as a share of the Hessian's mean diagonal")
     low_memory: bool = Field(False, description="a GPU encodes and carries less at a time: under 24 GiB for GLM-5.3")
     refit_rounds: int = Field(1, ge=0, le=8, description="times the scales are fitted again after the search")
+    sweeps: int = Field(0, ge=0, le=4, description="times all tiles are searched again, each given the others' errors")
     scales: Literal["rms", "tuned"] = Field(
         "rms", description="how far rows and columns are evened out first: fully, or as is best for the proxy error"
     )

@@ -18,11 +18,12 @@ from torch import Tensor
 from ..errors import EncodeError
 from ..precision import whole_products
 from .hadamard import BLOCK
-from .hessian import HessianFactor, factor_hessian, usable_hessian
+from .hessian import HessianFactor, damped_metric, factor_hessian, usable_hessian
 from .ldlq import ldlq
 from .linear import EncodedLinear, decode_weight
 from .refit import Target, refit
 from .scale import Regularised, ScalePowers, regularise, to_half
+from .sweep import sweep
 from .tiles import pack, symbol_bits
 from .viterbi import backend_device, get_backend, prepare
 
@@ -40,6 +41,7 @@ class EncodeOptions:
     refit_rounds: rounds of scale refitting; a second one gains less than a thousandth.
     powers: see `scale.ScalePowers`.
     scaled_metric: put the row scales into the Hessian of the rounding, one factorisation per weight.
+    sweeps: times all tiles are searched again, each given the others' errors; one takes as long as the search did.
     stack_elements: weights that advance together through LDLQ at most; bounds memory, changes no byte.
     """
 
@@ -48,6 +50,7 @@ class EncodeOptions:
     refit_rounds: int = 1
     powers: ScalePowers = ScalePowers()
     scaled_metric: bool = True
+    sweeps: int = 0
     stack_elements: int = 3 << 27
 
 
@@ -69,12 +72,17 @@ class Prepared:
     weight: Tensor
     hessian: Tensor
     split: Regularised
+    metric_scales: Tensor
     factor: HessianFactor
     sigma_reg: float
 
     @cached_property
     def target(self) -> Target:
         return Target.of(self.weight, self.split.exponent, self.hessian, self.sigma_reg)
+
+    def metric(self) -> Tensor | None:
+        """The matrix whose factor is `factor`, made anew: nobody holds it for a whole stack; None for a fallback."""
+        return None if self.factor.fallback else damped_metric(self.hessian, self.metric_scales, self.factor.damping)
 
 
 def encode_group(
@@ -204,11 +212,12 @@ def _prepare(
     hessian = hessians[job.hessian] if job.hessian else None
     input_power = None if hessian is None else hessian.diagonal()
     split = regularise(weight, signs_in, signs_out, input_power, options.powers)
-    factor = factor_hessian(hessian, split.su if options.scaled_metric else signs_in, options.sigma_reg)
+    metric_scales = split.su if options.scaled_metric else signs_in
+    factor = factor_hessian(hessian, metric_scales, options.sigma_reg)
     if factor.fallback:
         log.warning("%s: no usable Hessian, encoded for the least squared error", job.name)
         hessian = torch.eye(k, device=weight.device)
-    return Prepared(job, home, weight, hessian, split, factor, options.sigma_reg)
+    return Prepared(job, home, weight, hessian, split, metric_scales, factor, options.sigma_reg)
 
 
 def _encode_stack(
@@ -216,7 +225,10 @@ def _encode_stack(
 ) -> dict[tuple[str, float], EncodedLinear]:
     weights = torch.stack([item.split.rotated for item in prepared])
     feedbacks = [item.factor.feedback for item in prepared]
-    states, scales = ldlq(weights, feedbacks, bits, get_backend(options.backend))
+    backend = get_backend(options.backend)
+    states, scales = ldlq(weights, feedbacks, bits, backend)
+    for _ in range(options.sweeps):
+        states = sweep(weights, [item.metric() for item in prepared], states, scales, bits, backend)
     return {
         (item.job.name, bits): _finish(item, states[i], scales[i], bits, options.refit_rounds)
         for i, item in enumerate(prepared)

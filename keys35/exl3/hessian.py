@@ -53,17 +53,21 @@ def factor_hessian(hessian: Tensor | None, scales: Tensor, sigma_reg: float) -> 
     hessian = usable_hessian(hessian)
     if hessian is None:
         return HessianFactor(None, 0.0, True)
-    rotated = rotate_both(hessian * scales * scales[:, None])
-    mean = rotated.diagonal().mean()
-    mean = torch.where(mean > 0, mean, torch.ones_like(mean))  # a weight of zeros has scales of zero
     damping = sigma_reg
     for _ in range(_RETRIES + 1):
-        damped = rotated + damping * mean * torch.eye(len(scales), device=rotated.device)
-        lower, failed = cholesky(damped)
+        lower, failed = cholesky(damped_metric(hessian, scales, damping))
         if not int(failed):
             return HessianFactor(_block_unit(lower), damping, False)
         damping += 2 * sigma_reg
     return HessianFactor(None, damping, True)
+
+
+def damped_metric(hessian: Tensor, scales: Tensor, damping: float) -> Tensor:
+    """Hk diag(scales) hessian diag(scales) Hk with `damping` of its mean diagonal added to the diagonal."""
+    rotated = rotate_both(hessian * scales * scales[:, None])
+    mean = rotated.diagonal().mean()
+    mean = torch.where(mean > 0, mean, torch.ones_like(mean))  # a weight of zeros has scales of zero
+    return rotated + damping * mean * torch.eye(len(scales), device=rotated.device)
 
 
 def _block_unit(lower: Tensor) -> Tensor:

@@ -59,6 +59,7 @@ class Job:
             backend=settings.backend,
             sigma_reg=settings.sigma_reg,
             refit_rounds=settings.refit_rounds,
+            sweeps=settings.sweeps,
             stack_elements=LOW_MEMORY_STACK if settings.low_memory else STACK,
             powers=ScalePowers() if settings.scales == "tuned" else FULL_POWERS,
             scaled_metric=settings.metric == "scaled",

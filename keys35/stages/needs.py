@@ -130,6 +130,8 @@ def device_bytes(config: GlmConfig, recipe: Recipe) -> int:
     hidden, inner = config.hidden_size**2, config.moe_intermediate_size**2
     rows = rows_bytes(config, recipe)
     encoding = experts * FLOAT * (expert * 5 + 4 * hidden + 2 * inner) + 14 * min(stack, experts * expert) + SCRATCH
+    if recipe.encoder.sweeps:  # the metric of every matrix in the stack, and what its errors pull
+        encoding += FLOAT * (2 * experts * hidden + 2 * min(stack, experts * expert))
     return max(passing, encoding + (rows if rows_stay(rows, recipe) else 0))
 
 

@@ -1,4 +1,5 @@
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -178,6 +179,18 @@ def test_a_refit_never_raises_the_error() -> None:
         for r in (0, 1, 3)
     ]
     assert all(later <= earlier for earlier, later in itertools.pairwise(errors))
+
+
+def test_sweeps_lower_the_error() -> None:
+    weight, hessian = random_weight(256, 128), random_hessian(256)
+    plain = EncodeOptions(backend="cpu", refit_rounds=0, sigma_reg=0.001)
+    errors = [encode(weight, hessian, 2, replace(plain, sweeps=n)).proxy_error for n in (0, 1, 3)]
+    assert errors[1] < 0.999 * errors[0] and errors[2] < errors[1]
+
+
+def test_sweeps_leave_a_weight_without_a_hessian_as_it_is() -> None:
+    plain, swept = (encode(random_weight(128, 128), None, 3, EncodeOptions(backend="cpu", sweeps=n)) for n in (0, 1))
+    assert same_bytes(plain, swept)
 
 
 def test_bf16_weights_are_taken_as_they_are() -> None:
