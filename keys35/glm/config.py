@@ -139,7 +139,7 @@ _INTEGERS = [
 
 
 def refuse_other_architectures(root: Path) -> None:
-    """Refuse (SourceError) a checkpoint of another architecture from config.json alone, in milliseconds.
+    """Refuse (SourceError) a source of another architecture, or encoded, from config.json alone, in milliseconds.
 
     A folder without a readable config.json passes: opening it says what is wrong with it.
     """
@@ -149,6 +149,14 @@ def refuse_other_architectures(root: Path) -> None:
         return
     if isinstance(config, dict) and isinstance(config.get("text_config") or config, dict):
         _refuse_unsupported(config.get("text_config") or config)
+        refuse_encoded(config, root)
+
+
+def refuse_encoded(config: Mapping[str, Any], root: Path) -> None:
+    """Refuse (SourceError) an EXL3 checkpoint in its source's place: scored against itself, it would lose nothing."""
+    block = config.get("quantization_config")
+    if isinstance(block, Mapping) and block.get("quant_method") == "exl3":
+        raise SourceError(f"{root} is itself an EXL3 checkpoint, says its config.json; give the one it was made from")
 
 
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from keys35.calibration.windows import read_tokenizer
 from keys35.errors import PlanError
 from keys35.files.atomic import write_json
 from keys35.files.source import ShardedSource
-from keys35.glm.config import GlmConfig
+from keys35.glm.config import GlmConfig, refuse_encoded
 from keys35.glm.weights import WeightStore
 from keys35.progress import Progress
 from keys35.runtime.launch import PanelResult, PanelRun, check_judged, run_panels
@@ -62,6 +62,7 @@ def score(
     Raises RankError, SourceError, PlanError; of what is wrong with a checkpoint, before the source is streamed.
     """
     source = ShardedSource.open(reference, fp8=None)
+    refuse_encoded(source.config, reference)
     config = GlmConfig.from_dict(source.config, mtp_hidden=mtp_hidden)
     for path in checkpoints:
         check_judged(path, tp, reference, config.vocab_size)

@@ -13,7 +13,7 @@ from keys35.errors import ContractError, PlanError, RankError, RecipeError
 from keys35.exl3.viterbi import backend_device
 from keys35.files.atomic import load_tensors, read_json, write_json
 from keys35.files.source import ShardedSource
-from keys35.glm.config import GlmConfig
+from keys35.glm.config import GlmConfig, refuse_encoded
 from keys35.glm.weights import WeightStore
 from keys35.progress import Progress
 from keys35.recipe import Recipe, stored_recipe
@@ -78,6 +78,7 @@ class Validation:
             raise PlanError(f"{out} cannot be written, and {QUALITY} goes there: make it writable, or give a text with "
                             "--panel, whose results go to --scratch")
         source = ShardedSource.open(reference, fp8=None)  # what FP8 lost may be judged against BF16
+        refuse_encoded(source.config, reference)
         config = GlmConfig.from_dict(source.config, mtp_hidden=recipe.mtp.hidden)
         check_judged(out, tp, reference, config.vocab_size)
         store = WeightStore(source, config, device=backend_device(recipe.encoder.backend))

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from keys35.cli import app
 from keys35.demo import MODEL
 from keys35.errors import PlanError, SourceError
+from keys35.glm.config import refuse_other_architectures
 from keys35.progress import Progress
 from keys35.runtime.launch import PanelResult
 from keys35.stages.panels import paired, score, text_panel
@@ -65,6 +66,18 @@ def test_a_checkpoint_that_cannot_be_scored_is_refused_before_the_source_is_stre
                                      (MODEL, 3, PlanError, "tp = 3"), (other, 1, PlanError, "vocabulary of 4096")):
         with pytest.raises(error, match=words):
             score([MODEL, second], MODEL, panel, tp, tmp_path / "scratch", Progress())
+
+
+def test_a_checkpoint_is_no_reference(tiny, tmp_path):
+    """Scored against itself it has lost nothing, and KEYS35_QUALITY.json would say so."""
+    text, out = tmp_path / "words.txt", shutil.copytree(tiny.out, tmp_path / "out")
+    text.write_text("One two three four five six seven eight nine ten. " * 20)
+    for words in (["--tp", "1"], ["--panel", str(text), "--rows", "1", "--len", "20", "--tp", "1"]):
+        with pytest.raises(SourceError, match="is itself an EXL3 checkpoint"):
+            CliRunner().invoke(app, ["validate", str(out), "--reference", str(out), *words], catch_exceptions=False)
+    assert not (out / "KEYS35_QUALITY.json").exists()
+    with pytest.raises(SourceError, match="is itself an EXL3 checkpoint"):
+        refuse_other_architectures(out)
 
 
 def command(*words: str) -> dict:
