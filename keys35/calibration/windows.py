@@ -113,6 +113,8 @@ class WindowMaker:
 
 def read_tokenizer(path: Path) -> Tokenizer:
     """A checkpoint's tokenizer, which neither cuts nor pads; raises SourceError when it is missing or damaged."""
+    if not path.is_file():
+        raise SourceError(f"{path} is missing; give the folder of a checkpoint that has its tokenizer.json")
     try:
         tokenizer = Tokenizer.from_buffer(path.read_bytes())  # the library opens no path that is not UTF-8
     except Exception as error:  # the library raises bare Exceptions

@@ -108,6 +108,11 @@ def run_job(job: RankJob, ranks: Ranks, device: torch.device) -> dict[str, Any]:
         scores = score_panel(store.in_shares(), ranks, panel, Reference.open(Path(job.reference), panel), logits_dir)
         result["metrics"] = scores
     if job.prompt:
+        if max(job.prompt) >= config.vocab_size:
+            raise RankError(
+                f"the prompt has token {max(job.prompt)}, the model's vocabulary ends at {config.vocab_size - 1}; "
+                f"copy the source's tokenizer.json into {source.root}"
+            )
         fast = device.type == "cuda" and dtype != torch.float32  # whole products, straight from the trellis
         decoder = Decoder(store if fast else store.in_shares(), ranks)
         result |= _reply(job, decoder, store, rates)

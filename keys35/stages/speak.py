@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from keys35.calibration.windows import read_tokenizer
-from keys35.errors import SourceError
+from keys35.errors import SourceError, UsageError
 from keys35.files.atomic import read_json
 from keys35.glm.config import GlmConfig
 from keys35.runtime.launch import run_generate
@@ -14,7 +14,16 @@ RATES = ("rank", "device", "backend", "prefill_tokens_s", "decode_tokens_s", "co
 
 
 def reply(checkpoint: Path, prompt: str, tokens: int, tp: int, **options: Any) -> dict[str, Any]:
-    """What a model says after a prompt, greedily; options as for `run_generate`. Raises SourceError, RankError."""
+    """What a model says after a prompt, greedily; options as for `run_generate`.
+
+    Raises SourceError, RankError, and UsageError for a prompt that is empty or no text.
+    """
+    if not prompt:
+        raise UsageError("the prompt is empty; give some text to go on from")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:  # Python keeps what a terminal sends in another encoding as half a surrogate pair
+        raise UsageError("the prompt is not UTF-8; give it as UTF-8 text") from None
     tokenizer = read_tokenizer(checkpoint / "tokenizer.json")
     ids = tokenizer.encode(prompt, add_special_tokens=False).ids
     with tempfile.TemporaryDirectory() as scratch:

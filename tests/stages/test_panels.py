@@ -5,11 +5,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 from keys35.cli import app
 from keys35.demo import MODEL
-from keys35.errors import PlanError, SourceError
+from keys35.errors import PlanError, RankError, SourceError, UsageError
 from keys35.glm.config import refuse_other_architectures
 from keys35.progress import Progress
 from keys35.runtime.launch import PanelResult
@@ -107,3 +108,17 @@ def test_generate_and_bench_say_what_they_did(tmp_path):
     assert serial["text"] == drafted["text"] and drafted["drafts"] > 0
     [rank] = command("bench", str(MODEL), "--prompt", "20", "--tokens", "4")["ranks"]
     assert rank["prefill_tokens_s"] > 0 and rank["decode_tokens_s"] > 0
+
+
+def test_prompts_that_no_model_can_read_are_refused(tmp_path):
+    for prompt, words in (("", "the prompt is empty"), ("caf\udce9", "the prompt is not UTF-8")):
+        with pytest.raises(UsageError, match=words):
+            command("generate", str(MODEL), prompt)
+    with pytest.raises(SourceError, match="no-such/tokenizer.json is missing; give the folder of a checkpoint"):
+        command("generate", str(tmp_path / "no-such"), "The old house")
+    other = Path(shutil.copytree(MODEL, tmp_path / "other"))
+    tokenizer = Tokenizer.from_file(str(TOKENIZER))
+    tokenizer.add_tokens(["Zanzibar"])
+    tokenizer.save(str(other / "tokenizer.json"))
+    with pytest.raises(RankError, match="the prompt has token 2048, the model's vocabulary ends at 2047"):
+        command("generate", str(other), "Zanzibar")
