@@ -21,6 +21,7 @@ from keys35.runtime.rank import choose_device
 from keys35.runtime.reference import make_reference
 
 COMPARED = ("kl", "kl_reverse", "top1", "top2", "nll")
+ROUNDING = 1e-12  # of a window's number, a sum of float64 values
 
 
 def text_panel(files: Sequence[Path], tokenizer: Path, rows: int, length: int) -> Panel:
@@ -139,10 +140,16 @@ def _of_window(window: Mapping[str, Any], name: str) -> float:
 
 
 def paired(results: Sequence[PanelResult], name: str, domain: str | None = None) -> dict[str, float | None]:
-    """Mean over windows of second minus first, its standard error (None for one window), and their ratio."""
-    pairs = zip(*(result.metrics["per_window"] for result in results), strict=True)
-    kept = [(a, b) for a, b in pairs if domain in (None, a["domain"])]
-    apart = torch.tensor([_of_window(b, name) - _of_window(a, name) for a, b in kept], dtype=torch.double)
+    """Mean over windows of second minus first, its standard error (None for one window), and their ratio.
+
+    Differences that only rounding tells apart have an error of 0, and no ratio.
+    """
+    windows = zip(*(result.metrics["per_window"] for result in results), strict=True)
+    kept = [[_of_window(one, name) for one in pair] for pair in windows if domain in (None, pair[0]["domain"])]
+    first, second = torch.tensor(kept, dtype=torch.double).T
+    apart = second - first
     error = float(apart.std() / len(apart) ** 0.5) if len(apart) > 1 else None
+    if error and error < ROUNDING * float(torch.maximum(first.abs(), second.abs()).max()):
+        error = 0.0
     mean = float(apart.mean())
     return {"mean": mean, "standard_error": error, "z": mean / error if error else None}

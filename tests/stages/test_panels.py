@@ -46,6 +46,8 @@ def test_paired_differences_are_of_windows():
     assert found["mean"] == pytest.approx(0.5)
     assert found["standard_error"] == pytest.approx(0.1 / 3**0.5)
     assert found["z"] == pytest.approx(5 * 3**0.5)
+    alike = paired([result([0.8, 0.83]), result([0.12, 0.15])], "kl")
+    assert alike["mean"] == pytest.approx(-0.68) and (alike["standard_error"], alike["z"]) == (0, None), "by rounding"
     assert paired([result([1.0]), result([1.0])], "nll") == {"mean": 0.0, "standard_error": None, "z": None}
 
 
