@@ -1,6 +1,7 @@
 """Any text as a panel: one checkpoint against its source, or two against each other on the same windows."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,13 @@ ROUNDING = 1e-12  # of a window's number, a sum of float64 values
 def text_panel(files: Sequence[Path], tokenizer: Path, rows: int, length: int) -> Panel:
     """The first `rows` contiguous windows of `length` tokens of each text; a file's name, or path, is its domain.
 
-    Raises SourceError for an unreadable tokenizer, PlanError when a text is missing, no UTF-8 or too short for its
-    windows.
+    Raises SourceError for an unreadable tokenizer, PlanError when a text is missing, given twice, no UTF-8 or too short
+    for its windows.
     """
+    twice = sorted(str(file) for file, times in Counter(file.resolve() for file in files).items() if times > 1)
+    if twice:
+        raise PlanError(f"{', '.join(twice)}: given twice, and standard errors would take its windows for twice the "
+                        "text; give every --panel once")
     encoder, windows, domains = read_tokenizer(tokenizer), [], []
     alike = len({file.stem for file in files}) < len(files)  # prose/test.txt and code/test.txt are two domains
     for file in files:

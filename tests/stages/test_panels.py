@@ -30,6 +30,8 @@ def test_a_text_becomes_contiguous_windows(tmp_path):
     other.parent.mkdir()
     other.write_text(text.read_text())
     assert text_panel([text, other], TOKENIZER, 1, 20).domains == (str(text), str(other)), "two texts, two domains"
+    with pytest.raises(PlanError, match="words.txt: given twice"):
+        text_panel([text, other, text], TOKENIZER, 1, 20)
     with pytest.raises(PlanError, match=r"words.txt has \d+ tokens; 50 windows of 100 need 5,000"):
         text_panel([text], TOKENIZER, 50, 100)
     text.write_bytes("caf\u00e9".encode("latin-1"))
