@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from keys35.files.headers import TORCH_DTYPE
 from keys35.glm.config import GlmConfig
 from keys35.glm.names import Role, TensorRule, census, exl3_parts
+from keys35.recipe import Recipe
 from keys35.stages.profile import profile_rules
 
 TINY_CONFIG: dict[str, Any] = {
@@ -114,6 +115,15 @@ def legal_encoding(rule: TensorRule, bits: int, generator: torch.Generator) -> d
     }
 
 
+def origin_of_report() -> dict[str, Any]:
+    """What an assembly report says of where a checkpoint came from."""
+    return {
+        "format": "keys35-v1", "tool": "keys35 0.0", "source_fingerprint": {"config.json": "0" * 64},
+        "recipe": Recipe(name="made-up").model_dump(mode="json"), "recipe_sha256": "0" * 64,
+        "calibration_text_sha256": "0" * 64, "proxy_errors": [], "warnings": [],
+    }  # fmt: skip
+
+
 class Output:
     """A finished checkpoint held in memory as tensors and JSON, to be spoilt and then written.
 
@@ -155,8 +165,10 @@ class Output:
             modules = sorted(leaves | {"fused_qkv_a_proj", "gate_up_proj"})
             self.quantization["non_routed_exl3"] = {"codebook": "mul1", "bits": 5, "modules": modules}
         self.report: dict[str, Any] = {
+            **origin_of_report(), "dense_bits": 5, "mtp_bits": 8,
             "routed_mean_bits": float(mean), "routed_mean_bits_exact": str(mean), "dropped": [],
             "widths_total": dict(total),
+            "widths_by_layer": {str(layer): dict(Counter(map(str, bits))) for layer, bits in widths.items()},
             "carried_identical": [rule.name for rule in self.rules.values() if not rule.quantized],
         }  # fmt: skip
 
@@ -184,9 +196,9 @@ class Output:
         write_checkpoint(root, self.tensors, self.shards, config)
         storage = {**self.quantization, "tensor_storage": self.storage()}
         (root / "quantization_config.json").write_text(json.dumps(storage))
-        shards = [{"file": path.name, "bytes": path.stat().st_size,
+        shards = [{"file": path.name, "bytes": path.stat().st_size, "tensors": 1,
                    "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
                   for path in sorted(root.glob("*.safetensors"))]  # fmt: skip
-        report = json.dumps({**self.report, "shards": shards})
+        report = json.dumps({**self.report, "shards": shards, "total_bytes": sum(shard["bytes"] for shard in shards)})
         (root / "KEYS35_ASSEMBLY_REPORT.json").write_text(report)
         return root

@@ -10,6 +10,7 @@ from keys35.publish.card import broken_links
 from keys35.publish.files import Hashes, LocalFile, published_names
 from keys35.publish.scan import scan_file
 from keys35.report.facts import REPORT
+from keys35.report.schema import SCHEMAS, read_report
 from keys35.stages.check import check
 
 # https://huggingface.co/docs/hub/storage-limits: repository recommendations.
@@ -21,8 +22,9 @@ SHOWN = 10
 def preflight(out: Path, repo: str, progress: Progress | None = None) -> tuple[LocalFile, ...]:
     """The files to publish with sizes and SHA-256, once nothing speaks against publishing them.
 
-    Raises ContractError if `check` finds anything, PublishError naming every file with a size or count over the
-    hub's limits, a credential, a local path, a dead link in README.md, or bytes other than the report records.
+    Raises ContractError if `check` finds anything or a report file is damaged, PublishError naming every file with a
+    size or count over the hub's limits, a credential, a local path, a dead link in README.md, or bytes other than the
+    report records.
     """
     out = Path(out)
     findings = check(out).findings
@@ -35,6 +37,8 @@ def preflight(out: Path, repo: str, progress: Progress | None = None) -> tuple[L
     if "README.md" in names:
         problems += broken_links((out / "README.md").read_text(errors="replace"), repo, names)
     _refuse(out, problems)
+    for name in SCHEMAS.keys() & set(names):
+        read_report(out / name, "write it again before it is published")
     hashes = Hashes(out)
     steps = (progress or Progress()).walk("hash", names)
     files = tuple(hashes.file(step.unit) for step in steps)

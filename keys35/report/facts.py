@@ -11,8 +11,9 @@ from keys35.errors import ContractError
 from keys35.files.atomic import read_json
 from keys35.files.ledger import Workdir
 from keys35.report.measured import MAKING, MEASUREMENTS, finished_checkpoint, making, measurements
+from keys35.report.schema import QUALITY, REPORT, read_report
 
-REPORT, QUALITY, QUANT = "KEYS35_ASSEMBLY_REPORT.json", "KEYS35_QUALITY.json", "quantization_config.json"
+QUANT = "quantization_config.json"
 REDO = "give a work directory or a finished checkpoint; if it is one, assemble it again"
 RANDOM = "random-"
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -104,7 +105,7 @@ class Facts:
 
 def facts_of_checkpoint(out: Path) -> Facts:
     """Read a finished checkpoint's report files; raises ContractError if the two that must exist are damaged."""
-    report = read_json(out / REPORT, ContractError, REDO)
+    report = read_report(out / REPORT, REDO)
     quantization = read_json(out / QUANT, ContractError, REDO)
     try:
         widths = {int(layer): row for layer, row in quantization["expert_bits"].items()
@@ -138,7 +139,7 @@ def facts_of_work(root: Path) -> Facts:
 
 
 def _optional(path: Path) -> dict[str, Any] | None:
-    return read_json(path, ContractError, "delete it and run `keys35 report` again") if path.is_file() else None
+    return read_report(path, "delete it and run `keys35 report` again") if path.is_file() else None
 
 
 def _classes(storage: dict[str, Any], routed_layers: set[int]) -> tuple[ClassBytes, ...]:

@@ -9,15 +9,12 @@ from keys35.exl3.codebook import MARKERS
 from keys35.files.atomic import sha256_file
 from keys35.files.headers import TORCH_DTYPE
 from keys35.glm.names import Role, exl3_parts, match_source
-from keys35.report.facts import QUANT
+from keys35.report.facts import QUANT, REPORT
+from keys35.report.schema import load_schema, misfit
 from keys35.stages.contract import Checkpoint, Finding, broken
 
 FACTS = {"format": "keys35-v1", "head_bits": 16, "codebook": "mul1"}
 ONLY_IN_FILE = {"tensor_storage", "expert_bits"}
-REPORT_KEYS = {
-    "routed_mean_bits": float, "routed_mean_bits_exact": str, "widths_total": dict,
-    "shards": list, "carried_identical": list, "dropped": list,
-}  # fmt: skip
 
 
 def check_config(point: Checkpoint) -> Iterator[Finding]:
@@ -156,10 +153,8 @@ def _names(value: Any) -> list[str]:
 def check_report(point: Checkpoint) -> Iterator[Finding]:
     """The assembly report against the shapes and the files; with `deep`, also every shard's SHA-256."""
     report = point.report
-    absent = [(key, f"is {_short(report.get(key))}") for key, kind in REPORT_KEYS.items()
-              if not isinstance(report.get(key), kind)]
-    yield from broken("report-file", absent)
-    if absent:
+    if fault := misfit(report, load_schema(REPORT)):
+        yield from broken("report-file", [(REPORT, f"does not fit its schema: {fault}")])
         return
     mean = point.mean(_routed(point))
     total = {str(bits): count for bits, count in sorted(width_histogram(point).items())}
@@ -167,7 +162,7 @@ def check_report(point: Checkpoint) -> Iterator[Finding]:
               "widths_total": total}
     yield from broken("report-widths", ((key, f"is {report[key]!r}, the shapes give {value!r}")
                                         for key, value in claims.items() if report[key] != value))
-    yield from broken("report-shards", _shard_faults(point, report["shards"]))
+    yield from broken("report-shards", _shard_faults(point, report))
     carried = {rule.name for rule in point.rules.values() if not rule.quantized}
     odd = sorted(carried ^ set(_names(report["carried_identical"])))
     yield from broken("report-names", ((name, "is wrongly declared carried or not") for name in odd))
@@ -179,12 +174,8 @@ def width_histogram(point: Checkpoint) -> Counter[int]:
                    if point.rules[name].role is Role.EXPERT and point.rules[name].projection == "down_proj")
 
 
-def _shard_faults(point: Checkpoint, listed: Any) -> Iterator[tuple[str, str]]:
-    try:
-        claims = {str(shard["file"]): (shard["bytes"], shard["sha256"]) for shard in listed}
-    except (TypeError, KeyError):
-        yield "shards", "is malformed"
-        return
+def _shard_faults(point: Checkpoint, report: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    claims = {shard["file"]: (shard["bytes"], shard["sha256"]) for shard in report["shards"]}
     actual = {shard.path.name: shard for shard in point.stored.shards}
     for file in sorted(claims.keys() ^ actual.keys()):
         yield file, "is only in the report" if file in claims else "is only on disk"
@@ -192,6 +183,9 @@ def _shard_faults(point: Checkpoint, listed: Any) -> Iterator[tuple[str, str]]:
     odd = [file for file in common if claims[file][0] != actual[file].size]
     for file in odd:
         yield file, f"has {actual[file].size} bytes, reported are {claims[file][0]}"
+    total = sum(shard.size for shard in actual.values())
+    if report["total_bytes"] != total:
+        yield "total_bytes", f"is {report['total_bytes']}, the shards have {total}"
     for step in point.progress.walk("hash", [file for file in common if point.deep and file not in odd]):
         if sha256_file(actual[step.unit].path) != claims[step.unit][1]:
             yield step.unit, "has another SHA-256"

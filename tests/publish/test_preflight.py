@@ -53,6 +53,12 @@ def test_a_good_checkpoint_passes(out: Path) -> None:
     assert licence.blob_id() == "9e26dfeeb6e641a33dae4961196235bdb965b21b", "what git says of {}"
 
 
+def test_a_report_file_that_nobody_can_read_is_not_published(out: Path) -> None:
+    (out / "KEYS35_QUALITY.json").write_text("{")
+    with pytest.raises(ContractError, match="KEYS35_QUALITY.json: is not complete JSON"):
+        preflight(out, REPO)
+
+
 @pytest.mark.parametrize("kind", LEAKS)
 @pytest.mark.parametrize("suffix", [".json", ".md", ".txt"])
 def test_every_leak_is_found_and_not_repeated(kind: str, suffix: str, tmp_path: Path) -> None:

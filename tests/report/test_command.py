@@ -47,6 +47,25 @@ def test_neither(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(("file", "way", "words"), [
+    ("KEYS35_ASSEMBLY_REPORT.json", ("warnings",), "it lacks warnings"),
+    ("KEYS35_ASSEMBLY_REPORT.json", ("recipe", "calibration"), "'recipe' lacks calibration"),
+    ("KEYS35_QUALITY.json", ("noise_floor",), "it lacks noise_floor"),
+    ("KEYS35_QUALITY.json", ("ranks", 1, "sharded"), "entry 1 lacks sharded"),
+    ("KEYS35_MEASUREMENTS.json", ("sets",), "it lacks sets"),
+    ("KEYS35_MEASUREMENTS.json", ("layers", "1", "fit_rows"), "'1' lacks fit_rows"),
+])
+def test_a_report_file_that_lacks_something_is_refused_by_name(out, file, way, words):
+    place = document = json.loads((out / file).read_text())
+    for step in way[:-1]:
+        place = place[step]
+    del place[way[-1]]
+    (out / file).write_text(json.dumps(document))
+    done = report(out)
+    assert isinstance(done.exception, ContractError) and words in str(done.exception)
+    assert file in str(done.exception)
+
+
 @pytest.mark.parametrize("words", ["Example: keys35 report OUT", "--base-model", "--work"])
 def test_help(words):
     assert words in CliRunner().invoke(app, ["report", "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"}).output

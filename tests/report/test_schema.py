@@ -8,7 +8,7 @@ import pytest
 from keys35.report.card import write_card
 from keys35.report.html import write_making, write_report
 from keys35.report.machine import machine
-from keys35.report.schema import SCHEMAS, load_schema
+from keys35.report.schema import SCHEMAS, load_schema, misfit
 
 
 def fits(folder, file):
@@ -73,6 +73,31 @@ def test_every_required_key_is_missed(out, file):
     for key in schema["required"]:
         with pytest.raises(jsonschema.ValidationError, match=key):
             jsonschema.Draft202012Validator(schema).validate({k: v for k, v in whole.items() if k != key})
+
+
+@pytest.mark.parametrize("file", ["KEYS35_ASSEMBLY_REPORT.json", "KEYS35_QUALITY.json", "KEYS35_MEASUREMENTS.json"])
+def test_what_readers_need_is_what_the_schema_requires(out, file):
+    """Every required key and every type, against the library that knows all of JSON schema."""
+    whole, schema = json.loads((out / file).read_text()), load_schema(file)
+    known = jsonschema.Draft202012Validator(schema)
+    assert misfit(whole, schema) == "" and misfit(whole | {"of_a_later_version": 1}, schema) == ""
+
+    def spoil(place):
+        for key in list(place if isinstance(place, dict) else range(len(place))):
+            kept = place[key]
+            for other in (None, True, "text", -1, [], {}):
+                place[key] = other
+                if any(error.validator in ("type", "minimum", "required") for error in known.iter_errors(whole)):
+                    assert misfit(whole, schema), f"{key} is {other}"
+            if isinstance(place, dict):
+                del place[key]
+                if any(error.validator == "required" for error in known.iter_errors(whole)):
+                    assert misfit(whole, schema), f"{key} is missing"
+            place[key] = kept
+            if isinstance(kept, (dict, list)) and len(kept) < 40:
+                spoil(kept)
+
+    spoil(whole)
 
 
 def test_a_machine_has_no_name():

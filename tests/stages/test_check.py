@@ -184,6 +184,9 @@ BEFORE_WRITING: list[tuple[str, Callable[[Output], object]]] = [
     ("report-names", claim(dropped=["model.layers.2.self_attn.indexer.wk.weight"])),
     ("report-file", claim(dropped=None)),
     ("report-file", lambda out: out.report.pop("routed_mean_bits")),
+    ("report-file", lambda out: out.report.pop("warnings")),
+    ("report-file", lambda out: out.report["recipe"].pop("calibration")),
+    ("report-file", claim(proxy_errors=[{"role": "expert", "bits": 2, "linears": 3, "mean": 0.1}])),
 ]  # fmt: skip
 
 # What else such a break necessarily breaks.
@@ -311,7 +314,8 @@ AFTER_WRITING: list[tuple[str, Callable[[Path], object], set[str]]] = [
     ("report-file", lambda root: (root / REPORT).write_text("{"), set()),
     ("report-shards", on_json(REPORT, lambda v: v["shards"].pop()), set()),
     ("report-shards", on_json(REPORT, lambda v: v["shards"][0].update(bytes=1)), set()),
-    ("report-shards", on_json(REPORT, lambda v: v.update(shards=[3])), set()),
+    ("report-file", on_json(REPORT, lambda v: v.update(shards=[3])), set()),
+    ("report-shards", on_json(REPORT, lambda v: v.update(total_bytes=5)), set()),
     ("report-shards", on_json(REPORT, lambda v: v["shards"][1].update(sha256="0" * 64)), set()),
     ("report-shards", flip_last_byte, set(RULES)),
 ]  # fmt: skip
@@ -440,7 +444,7 @@ def test_nothing_is_an_exception(tmp_path: Path) -> None:
     ("config.json", {"rope_parameters": 5}, "config-file"),
     ("config.json", {"text_config": "x"}, "config-file"),
     (QUANT, {"tensor_storage": {"model.norm": {"stored_tensors": ["a"]}}}, "tensor-storage"),
-    (REPORT, {"shards": [{"file": None, "bytes": 1, "sha256": ""}]}, "report-shards"),
+    (REPORT, {"shards": [{"file": None, "bytes": 1, "sha256": ""}]}, "report-file"),
     (REPORT, {"changed_files": 5}, None),
 ])
 def test_a_file_of_the_wrong_form_is_a_finding(

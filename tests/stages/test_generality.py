@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from builders import TINY_CONFIG, Output, random_source, write_index
+from builders import TINY_CONFIG, Output, origin_of_report, random_source, write_index
 from small import small_recipe, small_source
 
 from keys35.bench.standin import GLM_5_3
@@ -112,8 +112,9 @@ def write_true_size(root: Path) -> Path:
     (root / "quantization_config.json").write_text(json.dumps(quantization | {"tensor_storage": storage}))
     sizes = {path.name: path.stat().st_size for path in root.glob("*.safetensors")}
     report = {
+        **origin_of_report(), "dense_bits": 5, "mtp_bits": 8, "total_bytes": sum(sizes.values()), "widths_by_layer": {},
         "routed_mean_bits": 2.75, "routed_mean_bits_exact": "11/4", "widths_total": {"2": 4800, "3": 14400},
-        "shards": [{"file": file, "bytes": size, "sha256": ""} for file, size in sizes.items()],
+        "shards": [{"file": file, "bytes": size, "sha256": "", "tensors": 1} for file, size in sizes.items()],
         "carried_identical": [rule.name for rule in rules if not rule.quantized], "dropped": [],
     }  # fmt: skip
     (root / "KEYS35_ASSEMBLY_REPORT.json").write_text(json.dumps(report))
