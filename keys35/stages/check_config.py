@@ -14,6 +14,7 @@ from keys35.report.schema import load_schema, misfit
 from keys35.stages.contract import Checkpoint, Finding, broken
 
 FACTS = {"format": "keys35-v1", "head_bits": 16, "codebook": "mul1"}
+TOKENIZER = "tokenizer.json"
 ONLY_IN_FILE = {"tensor_storage", "expert_bits"}
 
 
@@ -114,8 +115,13 @@ def _storage_faults(point: Checkpoint, storage: Any) -> Iterator[tuple[str, str]
 
 
 def check_side_files(point: Checkpoint) -> Iterator[Finding]:
-    """Every other file of the source must be there, and unchanged unless the report says so."""
+    """Every other file of the source must be there, and unchanged unless the report says so.
+
+    Without the source nobody knows them, but for the tokenizer, without which no job can be begun.
+    """
     if point.reference is None:
+        missing = [TOKENIZER] if not (point.root / TOKENIZER).is_file() else []
+        yield from broken("side-files", ((name, "is missing") for name in missing))
         return
     declared = _names(point.report.get("changed_files"))
     root = point.reference.root

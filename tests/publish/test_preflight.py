@@ -59,6 +59,12 @@ def test_a_report_file_that_nobody_can_read_is_not_published(out: Path) -> None:
         preflight(out, REPO)
 
 
+def test_a_checkpoint_without_its_tokenizer_is_not_published(out: Path) -> None:
+    (out / "tokenizer.json").unlink()
+    with pytest.raises(ContractError, match="side-files: .* tokenizer.json is missing"):
+        preflight(out, REPO)
+
+
 @pytest.mark.parametrize("kind", LEAKS)
 @pytest.mark.parametrize("suffix", [".json", ".md", ".txt"])
 def test_every_leak_is_found_and_not_repeated(kind: str, suffix: str, tmp_path: Path) -> None:
