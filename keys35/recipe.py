@@ -246,7 +246,7 @@ def load_recipe(name: str | Path) -> Recipe:
     """Read and validate a recipe; raises RecipeError naming each bad key, its value and what is legal."""
     path = find_recipe(name)
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        raw = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin with a byte-order mark
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path}: not valid TOML: {error}") from None
     try:

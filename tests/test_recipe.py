@@ -8,7 +8,7 @@ import pytest
 from keys35.calibration.text import load_text_set
 from keys35.errors import ContractError, RecipeError, ResumeError
 from keys35.files.ledger import WHEREABOUTS
-from keys35.recipe import load_recipe, resource_dir
+from keys35.recipe import load_recipe, resource_dir, shipped_recipes
 from keys35.report.facts import REPORT
 from keys35.stages.job import resume_job
 from keys35.stages.validate import recipe_of
@@ -48,6 +48,11 @@ def test_mistakes_are_named(tmp_path, text, named):
     path.write_text(text)
     with pytest.raises(RecipeError, match=f"(?s){named}"):
         load_recipe(path)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_recipe(tmp_path):
+    (tmp_path / "demo.toml").write_bytes(b"\xef\xbb\xbf" + shipped_recipes()["demo"].read_bytes())
+    assert load_recipe(tmp_path / "demo.toml") == load_recipe("demo")
 
 
 def test_a_missing_recipe_lists_what_ships():

@@ -13,6 +13,7 @@ from keys35.errors import Keys35Error, RecipeError
 from keys35.recipe import resource_dir
 
 CHUNK_CHARACTERS = 8000
+BYTE_ORDER_MARK = "\ufeff"  # which some editors begin a file with
 PARTS = ("all", "calibration", "report")
 REPORT_SHARE = 8  # one document in eight is the report's, in a set that keeps a part of its files for it
 
@@ -82,7 +83,7 @@ def load_text_set(name: str, folder: Path = Path()) -> TextSet:
     """
     path = _find_set(name, folder)
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        raw = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin with a byte-order mark
         domains = tuple(_domain(entry, path.parent) for entry in raw["domain"])
         version = int(raw["version"])
     except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError) as error:
@@ -189,7 +190,8 @@ def _chunks(text: str) -> Iterator[str]:
 
 def _json_lines(text: str, file: Path) -> Iterator[Document]:
     sealed = None
-    for number, line in enumerate(text.split("\n"), 1):  # a JSON text may hold what else `splitlines` ends a line at
+    lines = text.removeprefix(BYTE_ORDER_MARK).split("\n")  # a JSON text may hold what else `splitlines` ends a line at
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:

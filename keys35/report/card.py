@@ -89,7 +89,7 @@ def front_matter(facts: Facts, out: Path) -> dict[str, Any]:
 def source_card(out: Path) -> dict[str, Any]:
     """The front matter of the card that the source carried, empty if there is none or it cannot be read."""
     path = out / SOURCE_CARD
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    text = path.read_text(encoding="utf-8-sig", errors="replace") if path.is_file() else ""  # some editors leave a mark
     found = re.match(r"---\n(.*?)\n---", text, re.DOTALL)
     try:
         head = yaml.safe_load(found[1]) if found else {}

@@ -106,6 +106,14 @@ def test_json_lines_and_their_mistakes(tmp_path):
         list(documents(bad.domains[0]))
 
 
+def test_a_byte_order_mark_is_no_part_of_a_set_or_of_json(tmp_path):
+    wanted = text_set(tmp_path, '{"text": "one"}\n', name="mine.jsonl")
+    for name in ("set.toml", "mine.jsonl"):
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + (tmp_path / name).read_bytes())
+    found = load_text_set(str(tmp_path / "set.toml"))
+    assert found.domains == wanted.domains and list(documents(found.domains[0])) == ["one"]
+
+
 def test_digest_follows_the_text(tmp_path):
     first = text_set(tmp_path, "one\n").digest
     assert text_set(tmp_path, "one\n").digest == first != text_set(tmp_path, "two\n").digest

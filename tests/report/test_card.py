@@ -85,6 +85,11 @@ def test_licence_from_its_text(out, licence, expected):
     assert ("[LICENSE](LICENSE)" in path.read_text()) == bool(licence)
 
 
+def test_a_source_card_that_begins_with_a_byte_order_mark(out):
+    (out / CARD).write_text("\ufeff" + SOURCE_TEXT, encoding="utf-8")
+    assert front(write_card(out))["base_model"] == "zai-org/GLM-5.3"
+
+
 @pytest.mark.parametrize("text", ["no front matter", "---\n: : bad [\n---\n", "---\n- a\n- b\n---\n", "\xff\xfe"])
 def test_any_source_card_is_kept(out, text):
     (out / CARD).write_bytes(text.encode("latin1"))
