@@ -291,7 +291,11 @@ def _content_print(shard: ShardHeader) -> str:
 def _is_carried(root: Path, path: Path) -> bool:
     if path.suffix in WEIGHTS or path.name in NOT_CARRIED or path.name.endswith(".index.json"):
         return False
-    if not stat.S_ISREG(os.stat(path).st_mode):
+    try:
+        mode = os.stat(path).st_mode
+    except OSError as error:
+        raise SourceError(f"{path}: is a link to nothing ({error.strerror}); remove it or fetch its target") from None
+    if not stat.S_ISREG(mode):
         raise SourceError(f"{path}: is not a regular file; remove it from the checkpoint's folder")
     target = path.resolve()
     # A hub cache keeps files in ../../blobs and links to them from the snapshot.

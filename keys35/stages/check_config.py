@@ -11,7 +11,7 @@ from keys35.files.headers import TORCH_DTYPE
 from keys35.glm.names import Role, exl3_parts, match_source
 from keys35.report.facts import QUANT, REPORT
 from keys35.report.schema import load_schema, misfit
-from keys35.stages.contract import Checkpoint, Finding, broken
+from keys35.stages.contract import Checkpoint, Finding, broken, unread_keys
 
 FACTS = {"format": "keys35-v1", "head_bits": 16, "codebook": "mul1"}
 TOKENIZER = "tokenizer.json"
@@ -21,15 +21,7 @@ ONLY_IN_FILE = {"tensor_storage", "expert_bits"}
 def check_config(point: Checkpoint) -> Iterator[Finding]:
     """config.json as engines read it, and against the source's."""
     config = point.config
-    layers = config.get("num_hidden_layers")
-    needs = {
-        "architectures": config.get("architectures") == ["GlmMoeDsaForCausalLM"],
-        "eos_token_id": isinstance(config.get("eos_token_id"), list),
-        "indexer_types": len(config.get("indexer_types") or []) == layers,
-        "rope_parameters": "rope_theta" in (config.get("rope_parameters") or {}),
-    }
-    lacking = [key for key, good in needs.items() if not good]
-    yield from broken("config-engine", ((key, f"is {config.get(key)!r}") for key in lacking))
+    yield from broken("config-engine", ((key, f"is {config.get(key)!r}") for key in unread_keys(config)))
     if "tied_word_embeddings" in config or config.get("tie_word_embeddings") is not False:
         found = {key: config[key] for key in config if key.startswith(("tie_", "tied_"))}
         yield from broken("config-tie", [("config.json", f"has {found}")])

@@ -9,9 +9,9 @@ from keys35.allocation import plain_width
 from keys35.exl3.codebook import MARKERS
 from keys35.files.headers import TensorEntry
 from keys35.files.source import ShardedSource
-from keys35.glm.names import BLOCK, Role, Split, TensorRule, exl3_parts, split_axis
+from keys35.glm.names import Role, TensorRule, exl3_parts, split_axis
 from keys35.recipe import EXPERT_WIDTHS, PLAIN_BITS
-from keys35.stages.contract import TP, Checkpoint, Finding, broken
+from keys35.stages.contract import Checkpoint, Finding, broken, is_off_cut
 
 PIECE_BYTES = 64 << 20
 FORBIDDEN = re.compile(
@@ -83,7 +83,7 @@ def _trellis_faults(
     else:
         point.widths[rule.name] = plain_width(bits)
     axis = split_axis(rule, "trellis")
-    if axis is not None and entry.shape[axis] * 16 % (TP * BLOCK):
+    if axis is not None and is_off_cut(rule, entry.shape[axis] * 16):
         yield "tp-cut", entry.name, f"has {entry.shape[axis] * 16} features on the cut axis"
 
 
@@ -100,7 +100,7 @@ def _carried_faults(point: Checkpoint, rule: TensorRule) -> Iterator[tuple[str, 
         yield "carried-shape", rule.name, f"is {list(entry.shape)}, not {list(rule.shape)}"
         return
     axis = split_axis(rule)
-    if axis is not None and entry.shape[axis] % (TP if rule.split is Split.ROW else TP * BLOCK):
+    if axis is not None and is_off_cut(rule, entry.shape[axis]):
         yield "tp-cut", rule.name, f"has {entry.shape[axis]} {'rows' if axis == 0 else 'columns'}"
 
 

@@ -4,7 +4,7 @@ Rules restate the design notes reader-contract 1.10 and exl3-format 7; the engin
 public loaders refuse or misread such a checkpoint.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 
 from keys35.files.source import ShardedSource
 from keys35.glm.config import GlmConfig
-from keys35.glm.names import TensorRule
+from keys35.glm.names import BLOCK, Split, TensorRule
 from keys35.progress import Progress
 from keys35.recipe import Recipe
 from keys35.stages.engines import (
@@ -116,6 +116,22 @@ RULES: dict[str, Rule] = {
     "dense-declared": Rule("non_routed_exl3 declares the encoded dense linears", (VLLM,), False),
     "dense-encoded": Rule("dense linears are encoded", (TENSORFOLD,), False),
 }
+
+
+def unread_keys(config: Mapping[str, Any]) -> list[str]:
+    """Keys of a config.json that are not as engines read them, which they do without a default (`config-engine`)."""
+    needs = {
+        "architectures": config.get("architectures") == ["GlmMoeDsaForCausalLM"],
+        "eos_token_id": isinstance(config.get("eos_token_id"), list),
+        "indexer_types": len(config.get("indexer_types") or []) == config.get("num_hidden_layers"),
+        "rope_parameters": "rope_theta" in (config.get("rope_parameters") or {}),
+    }
+    return [key for key, good in needs.items() if not good]
+
+
+def is_off_cut(rule: TensorRule, size: int) -> bool:
+    """Whether an axis that ranks cut falls between blocks, or vocabulary rows, for TP of them (`tp-cut`)."""
+    return size % (TP if rule.split is Split.ROW else TP * BLOCK) != 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,12 @@ from fractions import Fraction
 from math import inf
 
 from keys35.allocation import require_exact
-from keys35.errors import BudgetError, PlanError
+from keys35.errors import BudgetError, PlanError, SourceError
+from keys35.files.source import ShardedSource
 from keys35.glm.config import GlmConfig
-from keys35.glm.names import BLOCK, Role, TensorRule, unit_count
+from keys35.glm.names import BLOCK, Role, TensorRule, split_axis, unit_count
 from keys35.recipe import Recipe
+from keys35.stages.contract import TP, is_off_cut, unread_keys
 from keys35.stages.profile import mixed_units
 
 
@@ -26,6 +28,28 @@ def refuse_impossible(rules: Iterable[TensorRule], config: GlmConfig, recipe: Re
     odd = [r.name for r in experts if r.shape[0] % BLOCK or r.shape[1] % BLOCK]
     if odd:
         raise PlanError(f"routed experts are not multiples of {BLOCK}, engines cannot cut them: {odd[:3]}")
+
+
+def refuse_unfinishable(source: ShardedSource) -> None:
+    """Refuse (SourceError) what goes into the checkpoint and would be refused there: a config.json, or a link."""
+    config = source.config
+    bad = [f"{key} is {config.get(key)!r}" for key in unread_keys(config)]
+    bad += ["tied_word_embeddings is no key of it (tie_word_embeddings)"] if "tied_word_embeddings" in config else []
+    if bad:
+        raise SourceError(f"{source.root / 'config.json'} goes into the checkpoint, where engines could not read it: "
+                          f"{'; '.join(bad)}. Mend it before the job begins, which knows the source by it")
+    source.side_files()
+
+
+def refuse_uncut(rules: Iterable[TensorRule]) -> None:
+    """Refuse (PlanError) a model that the contract's ranks cannot share, which `check` would do in the end."""
+    for rule in rules:
+        axis = split_axis(rule, "trellis" if rule.quantized else "weight")
+        size = None if axis is None else (rule.padded if rule.quantized else rule.shape)[axis]
+        if size is not None and is_off_cut(rule, size):
+            raise PlanError(f"{rule.name} has {size} features or rows, which {TP} ranks cannot share in whole blocks, "
+                            "as `check` asks for; for other engines go stage by stage (`keys35 measure` and so on), "
+                            "with `keys35 check --engine` at the end")
 
 
 def require_mix(widths: Sequence[float], mean: Fraction, count: int, what: str) -> None:

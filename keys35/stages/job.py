@@ -15,7 +15,7 @@ from keys35.exl3.encode import EncodeOptions
 from keys35.exl3.scale import FULL_POWERS, ScalePowers
 from keys35.exl3.viterbi import backend_device
 from keys35.files.atomic import read_json, write_json
-from keys35.files.ledger import WHEREABOUTS, Workdir
+from keys35.files.ledger import MANIFEST, WHEREABOUTS, Workdir
 from keys35.files.source import ShardedSource
 from keys35.glm.config import GlmConfig, refuse_other_architectures
 from keys35.glm.names import TensorRule, census, match_source
@@ -23,7 +23,7 @@ from keys35.glm.weights import WeightStore
 from keys35.recipe import Recipe, stored_recipe
 from keys35.report.machine import machine
 from keys35.stages.budget import within_size
-from keys35.stages.feasible import refuse_impossible
+from keys35.stages.feasible import refuse_impossible, refuse_unfinishable
 from keys35.stages.profile import profile_rules
 from keys35.stages.states import WINDOWS_AT_ONCE_TOKENS
 
@@ -120,6 +120,8 @@ def open_job(
     recipe = within_size(recipe, opened, config)
     rules = profile_rules(census(config), recipe.output.profile)
     refuse_impossible(rules.values(), config, recipe)
+    if not (Path(root) / MANIFEST).exists():
+        refuse_unfinishable(opened)
     folder = (folder or Path()).absolute()
     text = load_text_set(recipe.calibration.set, folder).only(recipe.calibration.domains)
     work = Workdir.open(root, _guard(opened, recipe, text))

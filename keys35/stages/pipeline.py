@@ -11,6 +11,7 @@ from keys35.stages.allocate import allocate
 from keys35.stages.assemble import assemble, prepare
 from keys35.stages.baselines import compare_baselines, gate
 from keys35.stages.check import check
+from keys35.stages.feasible import refuse_uncut
 from keys35.stages.job import Job
 from keys35.stages.measure import measure
 from keys35.stages.quantize import quantize
@@ -23,9 +24,10 @@ def run(
 ) -> dict[str, Any]:
     """measure -> allocate -> quantize -> assemble -> check -> validate -> baselines -> report; results by stage.
 
-    Raises PlanError at once for an output that `assemble` would refuse, ContractError naming each broken rule if the
-    finished checkpoint does not pass `check`.
+    Raises PlanError at once for what `assemble` or `check` would refuse of the output and of the model, ContractError
+    naming each broken rule if the finished checkpoint does not pass `check`.
     """
+    refuse_uncut(job.rules.values())
     prepare(job, out)  # foreign files and too little text are better known now than at the end
     held_out_panel(job.source.root, job.config, job.recipe)
     measure(job, progress, workers)

@@ -1,7 +1,7 @@
 """Plan: headers only. What the job covers, weighs, needs and takes, before hours are spent."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,11 +11,12 @@ from keys35.calibration.text import load_text_set
 from keys35.errors import Keys35Error
 from keys35.exl3.viterbi import get_backend, prepare
 from keys35.files.atomic import free_bytes, read_json
+from keys35.files.source import ShardedSource
 from keys35.glm.config import GlmConfig
 from keys35.glm.names import TensorRule, census, check_tp, shard_of
 from keys35.recipe import Recipe, resource_dir
 from keys35.stages.budget import Trade, trades, within_size
-from keys35.stages.feasible import refuse_impossible
+from keys35.stages.feasible import refuse_impossible, refuse_uncut, refuse_unfinishable
 from keys35.stages.job import Keep, read_source
 from keys35.stages.needs import device_bytes, host_bytes, work_parts
 from keys35.stages.profile import ProfileCost, profile_costs, profile_rules
@@ -135,20 +136,28 @@ def plan(source: Path, recipe: Recipe, work: Path | None = None, tp: int = 4, ke
         weights_to_encode=_weights_to_encode(rules, config, recipe),
         backend=backend,
         weights_per_second=rate,
-        missing=tuple(_missing(Path(source), config, recipe)),
+        missing=tuple(_missing(opened, config, recipe, rules)),
         measured=measured_rate(),
         projection=projected(config, recipe),
         simulated_hours=simulated_hours(config, recipe),
     )
 
 
-def _missing(source: Path, config: GlmConfig, recipe: Recipe) -> Iterator[str]:
-    """Refusals that `run` would meet before its first layer: no tokenizer, no or too little text."""
-    try:
-        load_text_set(recipe.calibration.set).only(recipe.calibration.domains)
-        held_out_panel(source, config, recipe)
-    except Keys35Error as error:
-        yield str(error)
+def _missing(
+    source: ShardedSource, config: GlmConfig, recipe: Recipe, rules: Sequence[TensorRule]
+) -> Iterator[str]:
+    """Refusals that `run` would meet before its first layer: of the source and for want of a tokenizer or of text."""
+    asked = (
+        lambda: refuse_unfinishable(source),
+        lambda: refuse_uncut(rules),
+        lambda: load_text_set(recipe.calibration.set).only(recipe.calibration.domains),
+        lambda: held_out_panel(source.root, config, recipe),
+    )
+    for ask in asked:
+        try:
+            ask()
+        except Keys35Error as error:
+            yield str(error)
 
 
 def _weights_to_encode(rules: list[TensorRule], config: GlmConfig, recipe: Recipe) -> int:

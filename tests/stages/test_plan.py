@@ -1,23 +1,29 @@
 """The plan: sums that must close, sizes of the real model from its census, and cheap early refusals."""
 
 import json
+import re
 import shutil
 import time
 from fractions import Fraction
 from itertools import combinations_with_replacement
+from pathlib import Path
 
 import pytest
 from builders import TINY_CONFIG, random_source
 from hypothesis import given
 from hypothesis import strategies as st
 from small import small_recipe
+from tiny import tiny_recipe, tiny_source
 
 from keys35.bench.standin import write_stand_in
 from keys35.errors import BudgetError, PlanError, RecipeError, SourceError
+from keys35.files.atomic import sha256_file
 from keys35.files.source import ShardedSource
+from keys35.progress import Progress
 from keys35.recipe import load_recipe
 from keys35.stages.feasible import require_mix
 from keys35.stages.job import open_job
+from keys35.stages.pipeline import run
 from keys35.stages.plan import plan
 
 
@@ -105,6 +111,55 @@ def test_a_model_without_routed_experts_is_refused(tmp_path):
 def test_a_tp_that_does_not_cut_is_refused(source, small):
     with pytest.raises(PlanError, match="tp = 3"):
         plan(source, small, tp=3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"eos_token_id": 5}, "eos_token_id is 5"),
+        ({"architectures": None}, "architectures is None"),
+        ({"indexer_types": ["full"] * 9}, "indexer_types is"),
+        ({"rope_parameters": None, "rope_theta": 1e6}, "rope_parameters is None"),
+        ({"tied_word_embeddings": False}, "tied_word_embeddings"),
+    ],
+)
+def test_a_config_that_check_would_refuse_in_the_end_begins_no_job(source, small, tmp_path, changes, words):
+    """It goes into the checkpoint as it is, and a job knows its source by it: it could not be mended later."""
+    copy = Path(shutil.copytree(source, tmp_path / "copy"))
+    config = json.loads((copy / "config.json").read_text()) | changes
+    (copy / "config.json").write_text(json.dumps(config))
+    assert [words in refusal for refusal in plan(copy, small).missing] == [True]
+    with pytest.raises(SourceError, match=words), open_job(copy, small, tmp_path / "work"):
+        pass
+    assert not (tmp_path / "work").exists()
+    with open_job(source, small, tmp_path / "work"):
+        pass
+    manifest = json.loads((tmp_path / "work/manifest.json").read_text())
+    manifest["job"]["source"]["config.json"] = sha256_file(copy / "config.json")
+    (tmp_path / "work/manifest.json").write_text(json.dumps(manifest))
+    with open_job(copy, small, tmp_path / "work"):  # one that was begun before this was looked at goes on
+        pass
+
+
+def test_a_link_that_cannot_be_carried_begins_no_job(source, small, tmp_path):
+    for name, target in (("outside", __file__), ("nothing", "no-such-file")):
+        copy = Path(shutil.copytree(source, tmp_path / name))
+        (copy / "notes.txt").symlink_to(target)
+        words = "links to|is a link to nothing"
+        assert [bool(re.search(words, refusal)) for refusal in plan(copy, small).missing] == [True]
+        with pytest.raises(SourceError, match=words), open_job(copy, small, tmp_path / "work"):
+            pass
+    assert not (tmp_path / "work").exists()
+
+
+def test_run_refuses_what_four_ranks_cannot_share_before_it_measures(tmp_path):
+    source, recipe = tiny_source(tmp_path / "source"), tiny_recipe()
+    [refusal] = plan(source, recipe, tp=1).missing
+    assert "which 4 ranks cannot share" in refusal
+    with open_job(source, recipe, tmp_path / "work") as job:
+        with pytest.raises(PlanError, match="which 4 ranks cannot share.*keys35 check --engine"):
+            run(job, tmp_path / "out", Progress(job.work), tp=1)
+        assert job.work.units() == [] and not (tmp_path / "out").exists()
 
 
 def test_another_architecture_is_refused_by_name(tmp_path, source, small):
