@@ -3,6 +3,7 @@
 import hashlib
 import importlib.util
 import json
+import math
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -144,8 +145,8 @@ def _domain(entry: dict, base: Path) -> Domain:
         if not isinstance(entry[key], str) or not entry[key]:
             raise ValueError(f"domain {entry['name']}: {key} must be a text, found {entry[key]!r}")
     share = float(entry["share"])
-    if not share > 0:
-        raise ValueError(f"domain {entry['name']}: share must be above 0")
+    if not 0 < share < math.inf:
+        raise ValueError(f"domain {entry['name']}: share must be above 0 and finite, found {share}")
     return Domain(entry["name"], share, tuple(_locate(f, base) for f in entry["files"]), entry["documents"], part)
 
 

@@ -124,6 +124,8 @@ def test_digest_follows_the_text(tmp_path):
     [
         "version = 1",
         'version = 1\n[[domain]]\nname = "a"\nshare = 0\nfiles = []\ndocuments = "line"',
+        'version = 1\n[[domain]]\nname = "a"\nshare = inf\nfiles = []\ndocuments = "line"',
+        'version = 1\n[[domain]]\nname = "a"\nshare = nan\nfiles = []\ndocuments = "line"',
         'version = 1\n[[domain]]\nname = "a"\nshare = 1\nfiles = ["no.txt"]\ndocuments = "line"',
         'version = 1\n[[domain]]\nname = "a"\nshare = 1\nfiles = []\ndocument = "line"',
         'version = 1\n[[domain]]\nname = "a"\nshare = 1\nfiles = []\ndocuments = ""',
