@@ -9,6 +9,8 @@ from torch import Tensor
 BLOCK = 128  # columns that LAPACK factors on one thread
 PIECE = 1 << 14  # elements that torch adds up on one thread
 
+torch.set_float32_matmul_precision("highest")  # with TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 torch begins with less
+
 
 @contextmanager
 def _products(precision: str) -> Iterator[None]:

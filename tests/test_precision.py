@@ -1,5 +1,9 @@
 """Factors against the library's; that threads do not matter is shown in tests/calibration/test_threads.py."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -40,3 +44,11 @@ def test_precision_is_put_back_whatever_happens():
     assert torch.get_float32_matmul_precision() == before
     with short_products(torch.device("cpu")):
         assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_an_environment_that_shortens_products_does_not():
+    code = "import torch; before = torch.get_float32_matmul_precision(); import keys35.exl3.encode; " \
+           "print(before, torch.get_float32_matmul_precision())"
+    environment = os.environ | {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.stdout.split() == ["high", "highest"], done.stderr
