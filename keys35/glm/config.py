@@ -143,8 +143,11 @@ def refuse_other_architectures(root: Path) -> None:
 
     A folder without a readable config.json passes: opening it says what is wrong with it.
     """
+    path = Path(root) / "config.json"
+    if not path.is_file():  # reading a FIFO would wait for ever
+        return
     try:
-        config = json.loads((Path(root) / "config.json").read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return
     if isinstance(config, dict) and isinstance(config.get("text_config") or config, dict):

@@ -71,6 +71,13 @@ def test_another_architecture_is_refused_within_a_second(tmp_path: Path) -> None
         assert word in done.stderr
 
 
+def test_a_pipe_for_a_config_is_refused_and_not_waited_on(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    command = [sys.executable, "-m", "keys35.cli", "plan", str(tmp_path), "--recipe", "demo"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 4 and "is not a regular file" in done.stderr
+
+
 def test_true_size_headers_are_checked_within_a_minute(tmp_path: Path) -> None:
     """GLM-5.3 at 2.75 bits, 276 GB of holes: every header, marker and scale is real, only trellises are zero."""
     root = write_true_size(tmp_path)
