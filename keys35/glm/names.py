@@ -280,7 +280,7 @@ def rank_range(size: int, tp: int, rank: int) -> tuple[int, int]:
 
 
 def check_tp(config: GlmConfig, tp: int) -> None:
-    """Refuse (PlanError) a number of ranks that cannot cut this model in whole heads and blocks of 128."""
+    """Refuse (PlanError) ranks that cannot cut this model in whole heads and blocks of 128; one alone cuts nothing."""
     cut = {rule.out_features if rule.split is Split.OUT else rule.in_features: rule.name
            for rule in census(config).values() if rule.split in (Split.OUT, Split.IN)}
 
@@ -288,7 +288,7 @@ def check_tp(config: GlmConfig, tp: int) -> None:
         heads, vocab = config.num_attention_heads, config.vocab_size
         if ranks < 1 or heads % ranks or vocab % ranks:
             return f"tp = {ranks} does not divide {heads} attention heads and {vocab} vocabulary rows"
-        odd = [size for size in cut if size % (ranks * BLOCK)]
+        odd = [size for size in cut if ranks > 1 and size % (ranks * BLOCK)]
         return f"tp = {ranks} cuts {cut[odd[0]]} ({odd[0]} features) off a multiple of {BLOCK}" if odd else None
 
     if found := fault(tp):

@@ -16,14 +16,18 @@ from subprocess import Popen, run
 
 import pytest
 import torch
-from builders_exl3 import DEMO, demo_config, demo_windows
+from builders import TINY_CONFIG, random_source
+from builders_exl3 import DEMO, demo_config, demo_windows, exl3_checkpoint, rounded_checkpoint
 
 from keys35.errors import PlanError, RankError
 from keys35.files.atomic import load_tensors
+from keys35.files.source import ShardedSource
+from keys35.glm.config import GlmConfig
 from keys35.glm.stream import Head, embed, trunk
 from keys35.glm.weights import Keep, WeightStore
 from keys35.runtime.generate import Decoder, Drafter, Drafting, generate, generate_drafted
 from keys35.runtime.launch import check_ranks, run_generate, run_panel
+from keys35.runtime.panel import Panel
 from keys35.runtime.rank import checkpoint_of
 from keys35.runtime.ranks import Ranks
 from keys35.runtime.reference import make_reference
@@ -280,3 +284,17 @@ def test_ranks_end_with_the_process_that_started_them(packed, tmp_path, code):
     while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < limit:
         time.sleep(0.1)
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+def test_one_rank_scores_a_model_that_no_two_could_cut(tmp_path: Path) -> None:
+    """Its linears are stored with padding, which one rank need not cut through."""
+    odd = {"q_lora_rank": 100, "kv_lora_rank": 72, "num_attention_heads": 3, "v_head_dim": 40, "intermediate_size": 200,
+           "qk_nope_head_dim": 30, "qk_rope_head_dim": 16, "index_head_dim": 40, "index_n_heads": 3}
+    source = ShardedSource.open(random_source(tmp_path / "source", TINY_CONFIG | odd))
+    config, panel = GlmConfig.from_dict(source.config), Panel.of("numbers", [torch.arange(40)], ["numbers"])
+    make_reference(WeightStore(source, config), panel, tmp_path / "reference", repeat=False)
+    kl = []
+    for number, make in enumerate((rounded_checkpoint, exl3_checkpoint)):
+        made, out = make(tmp_path / f"{number}", source, config), tmp_path / f"run-{number}"
+        kl.append(run_panel(made.root, panel, tmp_path / "reference", 1, out, device="cpu").metrics["kl"])
+    assert 0 < kl[0] < kl[1] / 100, "rounded to eight bits, and noise"
