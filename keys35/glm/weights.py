@@ -169,6 +169,12 @@ class StoredLayer:
         with ThreadPoolExecutor(readers) as pool:
             list(pool.map(fetch, rules))
 
+    def forget(self, module: str) -> None:
+        """Drop what is kept of a linear; it is read again if it is asked for again."""
+        name = f"model.layers.{self._layer}.{module}.weight"
+        self._packed.pop(name, None)
+        self._ready.pop(name, None)
+
     def _value(self, name: str) -> Tensor:
         if name in self._ready:
             return self._ready[name]

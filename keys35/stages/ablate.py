@@ -234,9 +234,7 @@ def _unseen(job: Job, measured: Measured, judge: tuple[Panel, Reference]) -> dic
     for name, chosen in sets.items():
         layers = [[plain_width(w) or None for w in row] for row in chosen]
         store = MixStore(job, dict(zip(measured.layers, layers, strict=True)), only_experts=True)
-        predicted = sum(layer[expert, widths.index(width)] for layer, row in zip(measured.costs(), layers, strict=True)
-                        for expert, width in enumerate(row) if width)
-        found[name] = {"predicted": float(predicted), "kl": score_panel(store, Ranks(), *judge)["kl"]}
+        found[name] = {"predicted": measured.predicted_kl(layers), "kl": score_panel(store, Ranks(), *judge)["kl"]}
     return found
 
 

@@ -29,7 +29,6 @@ def allocate(job: Job) -> dict[str, object]:
     """Choose widths and baselines; writes allocation.json and returns it. Raises BudgetError, ResumeError."""
     measured = read_measured(job)
     experts = job.recipe.experts
-    costs = measured.costs()
     choice = choose(job, measured)
     sets, chosen = width_sets(job, measured, choice), choice.widths
     result = {
@@ -40,7 +39,7 @@ def allocate(job: Job) -> dict[str, object]:
         "choice": choice.facts(),
         "predicted": prediction_check(job),
         "warning": reason(choice.facts()),
-        "sets": {name: _describe(widths, costs, experts.widths) for name, widths in sets.items()},
+        "sets": {name: _describe(widths, measured) for name, widths in sets.items()},
     }
     path = job.work.path(ALLOCATION)
     write_json(path, result)
@@ -80,16 +79,11 @@ def _baselines(job: Job, measured: Measured) -> dict[str, list[np.ndarray]]:
     return sets
 
 
-def _describe(chosen: list[np.ndarray], costs: list[np.ndarray], widths: tuple[int, ...]) -> dict[str, object]:
-    index = {width: column for column, width in enumerate(widths)}
-    predicted = sum(
-        layer[np.arange(len(layer)), [index[w] for w in picked]].sum()
-        for layer, picked in zip(costs, chosen, strict=True)
-    )
+def _describe(chosen: list[np.ndarray], measured: Measured) -> dict[str, object]:
     return {
         "mean": str(mean_width(chosen)),
         "counts": bit_counts(chosen),
-        "predicted_kl": float(predicted),
+        "predicted_kl": measured.predicted_kl(chosen),
         "widths": [[plain_width(width) for width in layer] for layer in chosen],
     }
 

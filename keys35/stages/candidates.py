@@ -10,7 +10,7 @@ from torch import Tensor
 from keys35.exl3.linear import decode_weight
 from keys35.glm.block import LayerWeights
 from keys35.glm.names import PROJECTIONS, Role
-from keys35.glm.weights import Keep, Overlay, WeightStore
+from keys35.glm.weights import Keep, Overlay, StoredLayer, WeightStore
 from keys35.stages.job import Job
 from keys35.stages.units import (
     ExpertUnit,
@@ -55,7 +55,11 @@ class Candidates:
 
     def overlay(self, base: LayerWeights, widths: Sequence[int | None]) -> Overlay:
         """The layer with every routed expert at its given width; None: as the source has it."""
-        return Overlay(base, _Decoded(self, widths))
+        return Overlay(base, self.decoded(widths))
+
+    def decoded(self, widths: Sequence[int | None]) -> Mapping[str, Tensor]:
+        """Matrices (in, out) of the experts that have a width, float32, each decoded when asked for."""
+        return _Decoded(self, widths)
 
     def _load(self, unit: ExpertUnit, width: int) -> dict[str, Tensor]:
         return load_recorded(self._job, unit.name, unit.file(self._job, width))
@@ -129,6 +133,38 @@ class Simulated(Mapping[str, Tensor]):
         return len(self._parts)
 
 
+class Floats(Mapping[str, Tensor]):
+    """Matrices that are held in another dtype, float32 when asked for."""
+
+    def __init__(self, held: Mapping[str, Tensor]):
+        self._held = held
+
+    def __getitem__(self, module: str) -> Tensor:
+        return self._held[module].float()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+
+class Doubled(Mapping[str, Tensor]):
+    """Matrices (in, out) with twice the errors that given ones have against a layer's own."""
+
+    def __init__(self, exact: StoredLayer, lossy: Mapping[str, Tensor]):
+        self._exact, self._lossy = exact, lossy
+
+    def __getitem__(self, module: str) -> Tensor:
+        return 2 * self._lossy[module] - self._exact.tensor(f"{module}.weight").T
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._lossy)
+
+    def __len__(self) -> int:
+        return len(self._lossy)
+
+
 class _Decoded(Mapping[str, Tensor]):
     """Decoded (in, out) matrices of a layer's experts by relative module name."""
 
@@ -146,7 +182,8 @@ class _Decoded(Mapping[str, Tensor]):
         return decode_weight(trellis, suh, svh).to(torch.float32)
 
     def __iter__(self) -> Iterator[str]:
-        return (f"mlp.experts.{e}.{leaf}" for e in range(len(self._widths)) for leaf in PROJECTIONS)
+        return (f"mlp.experts.{e}.{leaf}" for e, width in enumerate(self._widths) if width is not None
+                for leaf in PROJECTIONS)
 
     def __len__(self) -> int:
-        return len(self._widths) * len(PROJECTIONS)
+        return sum(width is not None for width in self._widths) * len(PROJECTIONS)

@@ -20,6 +20,7 @@ class Measured:
 
     energy[l]: (experts, domains), the same of g^2 |f|^2. routed[l]: (experts,), calibration tokens that reached each.
     alpha[l]: (domains,), nats of final KL per unit of the layer's summed error. share: (domains,), sums to 1.
+    beyond: (domains,), nats that all errors cost together beyond the sum of that; the same for all widths.
     """
 
     layers: tuple[int, ...]
@@ -29,6 +30,7 @@ class Measured:
     alpha: tuple[np.ndarray, ...]
     share: np.ndarray
     routed: tuple[np.ndarray, ...]
+    beyond: np.ndarray
 
     def costs_by_domain(self) -> list[np.ndarray]:
         """(experts, widths, domains) per layer: predicted nats of final KL, each domain's part of the mean."""
@@ -37,6 +39,13 @@ class Measured:
     def costs(self) -> list[np.ndarray]:
         """(experts, widths) per layer: predicted nats of final KL."""
         return [layer.sum(axis=2) for layer in self.costs_by_domain()]
+
+    def predicted_kl(self, chosen: Sequence[Sequence[float | None]]) -> float:
+        """Nats of final KL of widths per layer and expert, None for one as in the source; nothing else is quantized."""
+        column = {width: index for index, width in enumerate(self.widths)}
+        paid = sum(layer[expert, column[width]] for layer, row in zip(self.costs(), chosen, strict=True)
+                   for expert, width in enumerate(row) if width is not None)
+        return float(paid + self.share @ self.beyond)
 
     def costs_by_energy(self) -> list[np.ndarray]:
         """As `costs`, but from the output's energy and the share of it that a layer's first expert lost."""
@@ -76,8 +85,8 @@ def read_measured(job: Job, half: int | None = None) -> Measured:
         raise _unmeasured(job, SENSITIVITY)
     alpha = tuple(np.asarray(receipt["data"]["alpha"][str(layer)], dtype=np.float64) for layer in layers)
     share = np.array([domain.share for domain in job.text.domains])
-    share = share / share.sum()
-    return Measured(layers, job.recipe.experts.widths, tuple(errors), energies, alpha, share, routed)
+    share, beyond = share / share.sum(), np.asarray(receipt["data"]["beyond"], dtype=np.float64)
+    return Measured(layers, job.recipe.experts.widths, tuple(errors), energies, alpha, share, routed, beyond)
 
 
 def _of_layer(job: Job, layer: int, half: int | None) -> tuple[Errors, np.ndarray, np.ndarray, np.ndarray]:

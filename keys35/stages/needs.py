@@ -103,7 +103,7 @@ def host_bytes(largest: int, config: GlmConfig, recipe: Recipe) -> int:
     states = _value(recipe) * config.hidden_size * tokens(recipe)
     routing = tokens(recipe) * config.num_experts_per_tok * (FLOAT + 2 * INDEX)
     at_once = max(1, WINDOWS_AT_ONCE_TOKENS // recipe.calibration.window) * recipe.calibration.window
-    copies = (len(config.moe_layers) + 1) * at_once * config.hidden_size * FLOAT
+    copies = (len(config.moe_layers) + 2) * at_once * config.hidden_size * FLOAT
     behind = sum(prefix_bytes(config, recipe)) if recipe.encoder.prefix == "quantized" else 0
     return max(2 * states + routing, copies, behind) + passing
 

@@ -140,9 +140,9 @@ def project(
 
 
 def _copies(config: GlmConfig) -> int:
-    """Layers that all copies go through when layers are weighed: the exact one, and one from each MoE layer on."""
-    last = config.num_hidden_layers
-    return last + sum(last - layer for layer in config.moe_layers)
+    """Layers that all copies go through when layers are weighed: one without errors, one with them, one a MoE layer."""
+    last, weighed = config.num_hidden_layers, list(config.moe_layers)
+    return last + sum(last - layer for layer in [weighed[0], *weighed])
 
 
 def encoder_passes(

@@ -24,7 +24,8 @@ def measured(scales, layer_scales=(1.0, 1.0)):
     error = tuple(base[:, None, :] * np.array([1.0, 0.25])[:, None] * scale for scale in layer_scales)
     ones = tuple(np.ones(DOMAINS) for _ in error)
     tokens = tuple(np.full(EXPERTS, 100) for _ in error)
-    return Measured((1, 2), WIDTHS, error, tuple(base for _ in error), ones, np.full(DOMAINS, 0.5), tokens)
+    energy, half, nothing = tuple(base for _ in error), np.full(DOMAINS, 0.5), np.zeros(DOMAINS)
+    return Measured((1, 2), WIDTHS, error, energy, ones, half, tokens, nothing)
 
 
 def job(domains=(), profile="per-expert", seed=35, **experts):

@@ -29,7 +29,7 @@ def test_glm_from_a_layer_by_hand() -> None:
     forward = 79 * 10.0 * (224 + 48) / (100 + 24)
     other = 79 * (6.0 * 2.24 + 4.0 * 2 + 340.0 - 300.0 - 10.0 - 6.0 - 4.0)
     assert found.other_hours * 3600 == pytest.approx(forward + other)
-    copies = 78 + sum(78 - layer for layer in range(3, 78))
+    copies = 78 + 75 + sum(78 - layer for layer in range(3, 78))
     assert found.sensitivity_hours * 3600 == pytest.approx(copies * 10.0 / 124 * 16)
     assert found.wall_hours[1] == pytest.approx(found.gpu_hours)
     assert found.wall_hours[8] == pytest.approx((found.gpu_hours * 3600 - forward) / 8 / 3600)
