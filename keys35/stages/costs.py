@@ -48,10 +48,11 @@ class Measured:
         return float(paid + self.share @ self.beyond)
 
     def costs_by_energy(self) -> list[np.ndarray]:
-        """As `costs`, but from the output's energy and the share of it that a layer's first expert lost."""
+        """As `costs`, but from the output's energy and the share of it that a layer's first expert with any lost."""
         costs = []
         for error, energy, alpha in zip(self.error, self.energy, self.alpha, strict=True):
-            lost = error[0].sum(axis=1) / energy[0].sum()
+            first = int((energy.sum(axis=1) > 0).argmax())  # no held-out token may have reached those before it
+            lost = error[first].sum(axis=1) / max(energy[first].sum(), np.finfo(float).tiny)
             costs.append((energy * (self.share * alpha)).sum(axis=1)[:, None] * lost)
         return costs
 

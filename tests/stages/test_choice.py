@@ -194,3 +194,11 @@ def test_without_fallback_experts_costs_are_followed_with_a_warning(chosen):
 def test_a_set_of_one_domain_is_followed_and_said_to_be_one():
     facts = {"basis": "experts", "gains": {"law": 0.2}, "missing": [], "scant": []}
     assert "one domain, 'law'" in choice.reason(facts)
+
+
+def test_costs_by_energy_pass_over_experts_that_no_held_out_token_reached():
+    whole = measured(RISING)
+    starved = measured(np.where(RISING < 3, 0, RISING))
+    for found, wanted in zip(starved.costs_by_energy(), whole.costs_by_energy(), strict=True):
+        assert np.array_equal(found[2:], wanted[2:]) and not found[:2].any()
+    assert not any(layer.any() for layer in measured(0 * RISING).costs_by_energy()), "a layer of zeros"
