@@ -9,6 +9,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from keys35.calibration.chat import ChatTemplate
 from keys35.calibration.text import documents, load_text_set
 from keys35.calibration.windows import WindowMaker, load_windows, save_windows, shares
 from keys35.demo import MODEL
@@ -216,6 +217,21 @@ def test_chats_go_through_the_checkpoints_own_template(tmp_path):
     wanted = peer.apply_chat_template(CHAT, return_dict=False)
     assert found == wanted[:16] and wanted[:2] == [1, 2]  # [gMASK] <sop>, once
     assert {3, 4} <= set(found), "the special tokens of system and user"
+
+
+@pytest.mark.parametrize("template", [
+    "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}",
+    "{% if tools is not none %}TOOLS {{ tools }}{% endif %}{% if documents %}D{% endif %}{{ messages[1].content }}",
+    "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}{{ m.content }}{% break %}{% endfor %}",
+    "{{ messages[0] | tojson(separators=(',', ':'), sort_keys=true) }}",
+])  # fmt: skip
+def test_a_template_finds_what_transformers_gives_it(tmp_path, template):
+    transformers = pytest.importorskip("transformers")
+    root, special = model_folder(tmp_path, template), {"bos_token": "[gMASK]", "eos_token": "<sop>"}
+    given = special | {"eos_token": {"content": "<sop>", "lstrip": False}, "pad_token": None}
+    (root / "tokenizer_config.json").write_text(json.dumps(given))
+    peer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(TOKENIZER), chat_template=template, **special)
+    assert ChatTemplate(root).render(CHAT) == peer.apply_chat_template(CHAT, tokenize=False)
 
 
 def test_chats_need_a_template_that_takes_them(tmp_path):
