@@ -85,7 +85,7 @@ def check(
         raise SourceError(f"{out}: is not a folder; give a finished checkpoint")
     if sample and reference is None:
         raise SourceError(f"comparing {sample} linears of {out} needs their source: give --reference")
-    source = None if reference is None else ShardedSource.open(reference, _made_from_fp8(out))
+    source = None if reference is None else _source_of(out, reference)
     point, found = _open(out, source, expected)
     point.deep, point.sample, point.progress = deep, sample, progress or Progress()
     found += chain.from_iterable(_all_rules(point)) if point.glm else ()
@@ -95,12 +95,21 @@ def check(
     return CheckReport(findings, _counts(point), dict(sorted(width_histogram(point).items())), mean, notes)
 
 
-def _made_from_fp8(out: Path) -> bool:
-    """Whether the report says so; a report that is missing or damaged gets its finding elsewhere."""
+def _source_of(out: Path, reference: Path) -> ShardedSource:
+    """The reference; SourceError where it is FP8 and the source was not, or the other way round.
+
+    A report that is missing or damaged gets its finding elsewhere.
+    """
+    source = ShardedSource.open(reference, fp8=None)
     try:
-        return bool(read_json(out / REPORT)["recipe"]["source"]["fp8"])
+        made_from_fp8 = bool(read_json(out / REPORT)["recipe"]["source"]["fp8"])
     except (Keys35Error, KeyError, TypeError):
-        return False
+        return source
+    if source.fp8 != made_from_fp8:
+        found, wanted = ("FP8", "BF16") if source.fp8 else ("BF16", "FP8")
+        raise SourceError(f"{reference} holds {found} weights, and {out} was made from {wanted} ones, to which `check` "
+                          "holds it byte for byte: give what it was made from; `validate` takes either")
+    return source
 
 
 def _open(

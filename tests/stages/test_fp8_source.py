@@ -1,5 +1,6 @@
 """A whole FP8 source: refused without the flag, planned as the BF16 one with it, carried tensors leave as BF16."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from keys35.glm.names import TensorRule, census
 from keys35.progress import Progress
 from keys35.runtime.panel import Panel
 from keys35.stages.assemble import _compare_carried
+from keys35.stages.check import check
 from keys35.stages.panels import validate_panel
 from keys35.stages.plan import plan
 from keys35.stages.scan import scan
@@ -63,6 +65,15 @@ def test_either_kind_can_be_what_a_checkpoint_is_judged_by(sources: tuple[Path, 
     panel = Panel.of("words", [torch.arange(20, 44)], ["words"])
     found = validate_panel(plain, fp8, panel, 1, tmp_path, Progress(), device="cpu")
     assert 0 < found["metrics"]["kl"] < 0.1, "what FP8 lost"
+
+
+def test_a_checkpoint_is_checked_against_what_it_was_made_from(sources: tuple[Path, Path], tmp_path: Path) -> None:
+    kinds = ("BF16", "FP8")
+    for other, kind, made_from in zip(sources, kinds, kinds[::-1], strict=True):
+        report = {"recipe": {"source": {"fp8": made_from == "FP8"}}}
+        (tmp_path / "KEYS35_ASSEMBLY_REPORT.json").write_text(json.dumps(report))
+        with pytest.raises(SourceError, match=f"holds {kind} weights, and .* was made from {made_from} ones"):
+            check(tmp_path, other)
 
 
 def test_a_large_carried_tensor_is_written_and_read_back(tmp_path: Path) -> None:
