@@ -1,5 +1,7 @@
 """What a linear should be on the inputs that a quantized prefix gives it: it takes back what it can of their errors."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -8,6 +10,7 @@ from keys35.precision import whole_products
 
 RIDGES = (0.03, 0.1, 0.3, 1.0, 3.0)  # shares of the mean diagonal that hold a fit near the source's weights
 LEAST_ROWS = 0.25  # per feature: with fewer there is nothing to fit
+PROBES = 256  # outputs that are enough to tell which ridge and share are best
 
 
 class PairedInputs:
@@ -41,19 +44,22 @@ class PairedInputs:
         """The weight (in, out) to encode: weight + share (q^T q + ridge)^-1 q^T (x - q) weight.
 
         With it the linear's output on q is nearest to the source's on x. Ridge and share are those whose fit to half of
-        the rows does best on the other half; the weight stays as it is where none does good, or with hardly any rows.
+        the rows does best on the other half, in some of the outputs; the weight stays as it is where none does good, or
+        with hardly any rows.
         """
         if self.rows < max(2, LEAST_ROWS * len(weight)):
             return weight
-        (a, b), matches = [gram for gram, _ in self._sums], [cross @ weight for _, cross in self._sums]
-        best = max((self._judged(ridge, (a, b), matches) for ridge in RIDGES), key=lambda found: found[0])
+        grams, crosses = zip(*self._sums, strict=True)
+        probes = weight[:, :: max(1, weight.shape[1] // PROBES)]
+        matches = [cross @ probes for cross in crosses]
+        best = max((self._judged(ridge, grams, matches) for ridge in RIDGES), key=lambda found: found[0])
         gain, share, ridge = best
         if not gain > 0:
             return weight
-        return weight + share * ridge_fit(a + b, matches[0] + matches[1], ridge)
+        return weight + share * ridge_fit(grams[0] + grams[1], (crosses[0] + crosses[1]) @ weight, ridge)
 
     @staticmethod
-    def _judged(ridge: float, grams: tuple[Tensor, Tensor], matches: list[Tensor]) -> tuple[float, float, float]:
+    def _judged(ridge: float, grams: Sequence[Tensor], matches: Sequence[Tensor]) -> tuple[float, float, float]:
         """By how much a ridge's fits lower the squared error on the other halves, at the best share; that and it."""
         linear, square = 0.0, 0.0
         for mine, other in ((0, 1), (1, 0)):

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from keys35.calibration.correction import RIDGES
+from keys35.calibration.correction import PROBES, RIDGES
 from keys35.glm.config import GlmConfig
 from keys35.glm.names import Role, TensorRule
 from keys35.recipe import Recipe
@@ -76,14 +76,13 @@ def sum_flops(inputs: int, rows: float) -> float:
 
 
 def solve_flops(inputs: int, outputs: int, systems: int = 1) -> float:
-    """Each ridge fitted to each half and judged on the other, and one fit to all; see `PairedInputs.corrected`.
+    """Each ridge fitted to each half's probes and judged on the other, one fit to all; see `PairedInputs.corrected`.
 
     systems: 0 where the factorisations are another linear's.
     """
     judged = HALVES * len(RIDGES)
-    product = 2 * inputs**2 * outputs
-    factor, solve = inputs**3 / 3, product
-    return (judged + 1) * (systems * factor + solve) + judged * product + HALVES * product
+    of_probes, of_all = (2 * inputs**2 * columns for columns in (min(PROBES, outputs), outputs))
+    return systems * (judged + 1) * inputs**3 / 3 + (2 * judged + HALVES) * of_probes + 2 * of_all
 
 
 def prefix_device_bytes(config: GlmConfig, widest: int) -> int:

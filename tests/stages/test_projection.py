@@ -64,8 +64,8 @@ def test_a_quantized_prefix_by_hand() -> None:
     assert found.sensitivity_hours == plain.sensitivity_hours and found.other_hours == plain.other_hours
 
     fit, rows = 224 * 2048, 224 * 2048 * 8 / 256
-    gate_up = 4 * rows * 6144**2 + 11 * (6144**3 / 3 + 2 * 6144**2 * 4096) + 12 * 2 * 6144**2 * 4096
-    down = 4 * rows * 2048**2 + 11 * (2048**3 / 3 + 2 * 2048**2 * 6144) + 12 * 2 * 2048**2 * 6144
+    gate_up = 4 * rows * 6144**2 + 11 * 6144**3 / 3 + 2 * 6144**2 * (22 * 256 + 2 * 4096)
+    down = 4 * rows * 2048**2 + 11 * 2048**3 / 3 + 2 * 2048**2 * (22 * 256 + 2 * 6144)
     solving = 76 * 256 * (gate_up + down) / 50e12
     passes = 79 * 10.0 * fit / (124 * 2048)  # of one stream through all layers
     beside = 79 * 8.0 + 76 * (6.0 * 2.24 + 4.0)  # layers read again, and Hessians of their experts
