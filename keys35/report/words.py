@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from fractions import Fraction
+from statistics import fmean
 from typing import Any
 
 from keys35.report.facts import RANDOM, Facts
@@ -85,19 +86,18 @@ def quality_rows(facts: Facts) -> list[tuple[str, dict[str, float], str]]:
 def verdict(facts: Facts) -> tuple[bool, str] | None:
     """Whether the allocation beats random mixes of the same bytes on held-out text by more than noise; None if unknown.
 
-    A tie is reported as one: an optimiser's output is no gain because it is an optimiser's (exllamav3#108). Behind a
-    quantized prefix the widths are compared as they were measured, like the mixes.
+    A tie is reported as one: an optimiser's output is no gain because it is an optimiser's (exllamav3#108). The widths
+    are compared as they were scored beside the mixes: finished files, through the ranks, differ by rounding at least.
     """
-    if not facts.random_kl or facts.quality is None:
+    if not facts.random_kl or facts.quality is None or "allocation" not in facts.baselines:
         return None
-    ours, floor = facts.quality["metrics"]["kl"], facts.quality["noise_floor"]["kl"]
-    mean, best = sum(facts.random_kl) / len(facts.random_kl), facts.random_kl[0]
-    if facts.behind_prefix:
-        if "allocation" not in facts.baselines:
-            return None
-        ours = facts.baselines["allocation"]["kl"]
+    ours, floor = facts.baselines["allocation"]["kl"], facts.quality["noise_floor"]["kl"]
+    mean, best = fmean(facts.random_kl), facts.random_kl[0]
     figures = f"KL {nats(ours)} against {nats(mean)} (best {nats(best)})"
-    figures += ", all without the quantized prefix" if facts.behind_prefix else ""
+    if facts.behind_prefix:
+        figures += ", all without the quantized prefix"
+    elif nats(ours) != nats(facts.quality["metrics"]["kl"]):
+        figures += ", all scored by one process"
     if ours + floor < best:
         return True, f"Better than each of {len(facts.random_kl)} random mixes of the same bytes: {figures}, " \
                      f"{1 - ours / mean:.0%} less than their mean."

@@ -190,6 +190,18 @@ def test_a_tie_is_no_gain(tmp_path, ours, mixes, good, words):
     assert found[1] in render(facts)
 
 
+def test_the_same_widths_scored_another_way_are_no_gain(tmp_path):
+    """A checkpoint of one width is each of its own random mixes; ranks and one process differ by rounding, or TF32."""
+    mixes = (0.0347470353,) * 5
+    out = write_out(tmp_path, mixes[0], mixes)
+    quality = json.loads((out / "KEYS35_QUALITY.json").read_text())
+    for kl, words in ((0.0347470336, "No better"), (0.0341, "all scored by one process")):
+        quality["metrics"]["kl"], quality["noise_floor"]["kl"] = kl, 0
+        (out / "KEYS35_QUALITY.json").write_text(json.dumps(quality))
+        good, text = verdict(facts_of_checkpoint(out))
+        assert not good and words in text
+
+
 def test_baselines_of_another_panel_are_not_shown(out):
     path = out / "KEYS35_QUALITY.json"
     quality = json.loads(path.read_text())
