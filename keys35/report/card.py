@@ -198,11 +198,13 @@ def engines(facts: Facts) -> list[tuple[str, bool, str]]:
     """(engine, whether it reads this checkpoint as fast as any, why), by the stored widths and classes."""
     one_width = "experts of a layer have one width, as its fused kernels need"
     mixed = "experts of a layer differ in width: its fused kernels want one per layer"
+    halves = "; half rates from 1.6.5 on, 1.5.0 and older misread them without a word" if any(
+        width % 1 for width in facts.counts) else ""
     dense = any(row.bits is not None and row.name == "attention" for row in facts.classes)
     return [
         ("TensorFold (`glm_moe_dsa`)", dense, "takes widths from the trellis shapes, one per expert" if dense
          else "its main reader wants dense linears encoded; readers that take plain ones load it"),
-        ("exllamav3", not facts.mixed, mixed if facts.mixed else one_width),
+        ("exllamav3", not facts.mixed, (mixed if facts.mixed else one_width) + halves),
         ("vllm-exl3", facts.profile == "uniform-layer", f"{mixed}; runs eagerly only" if facts.mixed else one_width
          if facts.profile == "uniform-layer" else "its config keys are written for the profile uniform-layer only"),
     ]
@@ -210,12 +212,13 @@ def engines(facts: Facts) -> list[tuple[str, bool, str]]:
 
 def _making(facts: Facts) -> str:
     report, recipe = facts.report, facts.report["recipe"]
-    calibration = recipe["calibration"]
+    calibration, experts = recipe["calibration"], recipe["experts"]
+    simulated = ", by simulated encodings," if experts.get("measure") == "predicted" else ""
     lines = [
         f"{report['tool']}, recipe `{recipe['name']}` (in [{REPORT}]({REPORT})), seed {recipe['seed']}. Calibrated on "
         f"{calibration['fit_windows']} windows of {calibration['window']:,} tokens of the set `{calibration['set']}`; "
-        f"{calibration['selection_windows']} more, held out, judged each expert at "
-        f"{', '.join(map(str, recipe['experts']['widths']))} bits.",
+        f"{calibration['selection_windows']} more, held out, judged each expert{simulated} at "
+        f"{', '.join(map(str, experts['widths']))} bits.",
     ]
     found = coverage(facts)
     if found:
@@ -227,8 +230,9 @@ def _making(facts: Facts) -> str:
     lines.append(markdown_table(("encoded linears", "bits", "count", "mean proxy error", "largest"), errors))
     if facts.measured and "allocation" in facts.measured["sets"]:
         foreseen = nats(facts.measured["sets"]["allocation"]["predicted_kl"])
-        lines.append(f"The allocation foresaw a KL of {foreseen} from the routed experts alone; every expert's cost at "
-                     f"every width is in [{MEASUREMENTS}]({MEASUREMENTS}).")
+        costs = any("cost" in layer for layer in facts.measured["layers"].values())
+        where = f"; every expert's cost at every width is in [{MEASUREMENTS}]({MEASUREMENTS})" if costs else ""
+        lines.append(f"The allocation foresaw a KL of {foreseen} from the routed experts alone{where}.")
     made = facts.making or {}
     if made.get("seconds"):
         steps = ", ".join(f"{step} {human_seconds(value)}" for step, value in made["seconds"].items())

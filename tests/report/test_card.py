@@ -16,6 +16,8 @@ from keys35.files.headers import pack_header
 from keys35.report import card
 from keys35.report.card import CARD, SOURCE_CARD, write_card
 from keys35.report.html import write_making, write_report
+from keys35.report.measured import MEASUREMENTS
+from keys35.report.schema import REPORT
 from keys35.stages.check import Engine, check
 
 SOURCE_TEXT = """---
@@ -155,6 +157,25 @@ def test_a_loss_to_random_mixes_is_said(tmp_path):
     """Failure case 85."""
     text = write_card(write_out(tmp_path, 0.08, (0.06, 0.07))).read_text()
     assert "No better than random mixes of the same bytes: KL 0.0800 against 0.0650" in text
+
+
+def test_a_predicted_measurement_claims_no_encodings(out):
+    """Its sample's costs alone were measured, and KEYS35_MEASUREMENTS.json has none."""
+    report, measured = (json.loads((out / name).read_text()) for name in (REPORT, MEASUREMENTS))
+    assert "judged each expert at 2, 3, 4 bits" in write_card(out).read_text()
+    report["recipe"]["experts"]["measure"] = "predicted"
+    for layer in measured["layers"].values():
+        layer.pop("cost", None)
+    for name, value in ((REPORT, report), (MEASUREMENTS, measured)):
+        (out / name).write_text(json.dumps(value))
+    text = write_card(out).read_text()
+    assert "judged each expert, by simulated encodings, at 2, 3, 4 bits" in text
+    assert "from the routed experts alone." in text and "cost at every width" not in text
+
+
+def test_half_rates_say_who_misreads_them(tmp_path):
+    whole, half = (write_card(write_out(tmp_path / str(low), low=low)).read_text() for low in (2, 2.5))
+    assert "1.5.0 and older misread them" in half and "misread them" not in whole
 
 
 def test_without_quality(out):
