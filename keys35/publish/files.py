@@ -87,6 +87,8 @@ def _unfit(root: Path, name: str) -> str:
         return f"{name} is not a regular file"
     if not path.resolve().is_relative_to(root.resolve()):
         return f"{name} links to {path.resolve()}"
+    if not name.isascii() and name.encode(errors="replace").decode() != name:
+        return f"{ascii(name)} has a name that is not UTF-8"
     return ""
 
 

@@ -9,7 +9,7 @@ from keys35.progress import Progress
 from keys35.publish.card import broken_links
 from keys35.publish.files import Hashes, LocalFile, published_names
 from keys35.publish.scan import scan_file
-from keys35.report.facts import REPORT
+from keys35.report.facts import REPORT, REPOSITORY
 from keys35.report.schema import SCHEMAS, read_report
 from keys35.stages.check import check
 
@@ -27,6 +27,8 @@ def preflight(out: Path, repo: str, progress: Progress | None = None) -> tuple[L
     report records.
     """
     out = Path(out)
+    if not REPOSITORY.fullmatch(repo):  # the hub says so, too, but after every byte has been hashed
+        raise PublishError(f"{repo!r} is no repository's name; give it as OWNER/NAME")
     findings = check(out).findings
     if findings:
         raise ContractError("\n".join([f"{out}: breaks its contract and is not published:", *map(str, findings)]))

@@ -46,7 +46,7 @@ def scan_file(path: Path, name: str, local_paths: tuple[str, ...] = ()) -> list[
     if path.suffix == ".safetensors":
         text = json.dumps(read_header(path).metadata, ensure_ascii=False)
     else:
-        text = path.read_bytes().decode(errors="replace")
+        text = path.read_bytes().decode(errors="replace").replace("\0", "")  # as in UTF-16, whatever its order
     patterns = {kind: re.compile(pattern) for kind, pattern in SECRETS.items()}
     if Path(name).name not in VOCABULARIES:
         patterns |= {kind: re.compile(pattern) for kind, pattern in PATHS.items()}

@@ -53,6 +53,26 @@ def test_a_good_checkpoint_passes(out: Path) -> None:
     assert licence.blob_id() == "9e26dfeeb6e641a33dae4961196235bdb965b21b", "what git says of {}"
 
 
+@pytest.mark.parametrize("repo", ["", "name", "a/b/c", "not a repo/x", "https://huggingface.co/a/b"])
+def test_a_repository_without_a_name_is_refused_before_anything_is_read(repo: str, tmp_path: Path) -> None:
+    with pytest.raises(PublishError, match="is no repository's name; give it as OWNER/NAME"):
+        preflight(tmp_path / "absent", repo)
+
+
+def test_a_file_whose_name_is_no_text_is_refused(out: Path) -> None:
+    (out / "caf\u00e9.txt").write_text("x")
+    preflight(out, REPO)
+    Path(os.fsdecode(bytes(out / "caf") + b"\xe9.txt")).write_text("x")
+    refused(out, "not UTF-8")
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
+def test_a_leak_in_a_log_of_another_encoding_is_found(encoding: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.txt"
+    path.write_text(f"first\ntoken: {TOKEN}\n", encoding=encoding)
+    assert scan_file(path, "run.txt") == ["run.txt, line 2: a hub token"]
+
+
 def test_a_report_file_that_nobody_can_read_is_not_published(out: Path) -> None:
     (out / "KEYS35_QUALITY.json").write_text("{")
     with pytest.raises(ContractError, match="KEYS35_QUALITY.json: is not complete JSON"):
