@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from keys35.errors import ResumeError
 from keys35.files.atomic import read_json
 from keys35.files.ledger import WHEREABOUTS, Workdir
 from keys35.progress import HEARTBEAT, Tick
@@ -46,8 +47,7 @@ class Status:
 def read_status(root: Path) -> Status:
     """The state of a work directory; raises ResumeError if it holds no job."""
     work = Workdir.open(root, None)
-    heartbeat = work.path(HEARTBEAT)
-    last = Tick.known_of(read_json(heartbeat)) if heartbeat.is_file() else None
+    last = _heartbeat(work.path(HEARTBEAT))
     units, place = work.units(), work.path(WHEREABOUTS)
     finished = dict(sorted(Counter(_kind(name) for name in units).items()))
     facts = read_json(place) if place.is_file() else {}
@@ -59,6 +59,14 @@ def read_status(root: Path) -> Status:
                    if name.startswith("experts/") and int(name.split("/")[1].rpartition("-")[2]) not in mtp)
     return Status(work.root, work.job["recipe"]["name"], work.job["tool"], finished,
                   (captured, facts.get("layers", 0)), (measured, experts), last)
+
+
+def _heartbeat(path: Path) -> Tick | None:
+    """The last tick; None before the first, and for one that says too little: the ledger knows the rest."""
+    try:
+        return Tick.known_of(read_json(path)) if path.is_file() else None
+    except (ResumeError, AttributeError, TypeError):
+        return None
 
 
 def show_status(console: Console, status: Status) -> None:

@@ -38,3 +38,12 @@ def test_only_its_own_host_knows_whether_a_driver_runs(tmp_path: Path) -> None:
     del beat["host"]  # as older versions wrote it
     write_json(work.path(HEARTBEAT), beat)
     assert read_status(tmp_path).state == "running"
+
+
+def test_a_heartbeat_that_cannot_be_read_hides_nothing_else(tmp_path: Path) -> None:
+    work = Workdir.open(tmp_path, {"tool": "0", "recipe": {"name": "some", "experts": {"group": 8}}})
+    work.commit("experts/layer-000/0000", [], {})
+    for text in ("{", "[]", "{}", '{"stage": "measure"}'):
+        work.path(HEARTBEAT).write_text(text)
+        found = read_status(tmp_path)
+        assert found.state == "new" and found.finished == {"experts/layer-000": 1}
