@@ -1,5 +1,6 @@
 """The documents against the code: commands parse, small ones run, tables are the model's, links lead somewhere."""
 
+import json
 import os
 import re
 import shlex
@@ -119,6 +120,31 @@ def test_recipes_in_the_documents_are_legal(tmp_path: Path) -> None:
             path = tmp_path / "r.toml"
             path.write_text(block)
             load_recipe(path)
+
+
+def reported(name: str) -> dict:
+    return json.loads((ROOT / f"reports/benchmarks/{name}.json").read_text())
+
+
+def test_figures_in_running_text_are_the_benchmarks() -> None:
+    demo, encoder, assembly = reported("demo-h200")["seconds"], reported("encoder-h200"), reported("assembly-cpu")
+    runtime, hours = reported("runtime-h200"), encoder["projection"]
+    rate = max(runtime["reconstruct"]["variants"].values(), key=lambda one: one["gbs"])
+    peak = max(case["ours_peak_bytes"] for case in encoder["end_to_end"].values())
+    decode = [case["decode_gws"] for case in encoder["decoding"].values()]
+    for page, words in (
+        ("README.md", f"takes {demo['again']:.0f} s, {demo['first']:.0f} the first time"),
+        ("docs/glm-5.3.md", f"One H200 does {hours['layer_mws']:.1f} Mweights/s"),
+        ("docs/glm-5.3.md", f"{hours['one_width_gpu_hours']:.1f} hours for one width"),
+        ("docs/glm-5.3.md", f"({encoder['compile_on_a_bare_machine']['seconds']:.0f} s on a bare machine;"),
+        ("docs/glm-5.3.md", f"at most {peak / 2**30:.1f} GiB of the GPU"),
+        ("docs/glm-5.3.md", f"at {min(decode):.0f} to {max(decode):.0f} Gweights/s"),
+        ("docs/glm-5.3.md", f"{assembly['all']['seconds']:.0f} s, {assembly['all']['mb_s']:.0f} MB/s"),
+        ("docs/glm-5.3.md", f"with {assembly['peak_rss_bytes'] / 2**30:.1f} GiB of memory"),
+        ("docs/runtime.md", f"{rate['gbs']:,.0f} | {100 * rate['of_copy']:.0f} % |"),
+        ("docs/runtime.md", f"A copy moves {runtime['copy_gbs']:,.0f} GB/s"),
+    ):
+        assert words in " ".join((ROOT / page).read_text().split()), f"{page}: {words}"
 
 
 FOREIGN = {"destination K-words 64 vs checkpoint K-words 48", "no split rule"}  # what other tools say
