@@ -197,10 +197,13 @@ def next_shares(job: Job, layer: int) -> bool:
 
 
 def _states_before(
-    job: Job, store: WeightStore, layer: int, weights: StoredLayer, windows: dict[str, Windows],
+    job: Job, store: WeightStore, layer: int, weights: StoredLayer | None, windows: dict[str, Windows],
     dropped: Sequence[Dropped],
 ) -> dict[str, States]:
-    """States that enter a layer: embeddings, the previous layer's output, or an MTP layer's joined input."""
+    """States that enter a layer: embeddings, the previous layer's output, or an MTP layer's joined input.
+
+    weights: the layer's, which only an MTP layer's input needs.
+    """
     kept = left(windows, dropped)
     if layer == 0:
         return {s: States.embedded(store, kept[s].tokens, job.states_dtype) for s in SPLITS}
@@ -226,8 +229,8 @@ def _states_after(
     if has_states(job, layer):
         found = read_states(load_recorded(job, capture_unit(layer), _state_file(job, layer)), SPLITS)
     else:
-        weights = layer_weights(job, store, layer)
-        entering = _states_before(job, store, layer, weights, windows, before)
+        entering = _states_before(job, store, layer, None, windows, before)
+        weights = layer_weights(job, store, layer)  # not sooner: a GPU has room for few layers
         found = {split: _advance(job, entering[split], layer, weights) for split in SPLITS}
     gone = {(item.split, item.window) for item in dropped}
     return {s: found[s].only([place for place, window in enumerate(remaining(windows[s], s, before))
