@@ -46,8 +46,8 @@ def encode_behind_prefix(job: Job, layer: int, windows: Windows, allocation: dic
     """A layer's dense linears one after another, and the rows that its experts are encoded on."""
     spent = Spans(job.device)
     with spent("reading"):
-        weights = layer_weights(job, job.store, layer)
         streams = _states_before(job, layer, windows, allocation)
+        weights = layer_weights(job, job.store, layer)  # not sooner: making states may have needed another's, or these
     encoder = _DenseEncoder(job, layer, weights, spent)
     for modules in IN_ORDER:
         if any(encoder.has(module) for module in modules):

@@ -2,7 +2,6 @@
 
 import weakref
 
-import pytest
 from tiny import tiny_recipe
 
 from keys35.progress import Progress

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import jsonschema
@@ -21,12 +22,15 @@ from keys35.progress import Progress, Tick
 from keys35.recipe import load_recipe
 from keys35.report.measured import measurements
 from keys35.report.schema import load_schema
-from keys35.stages.allocate import allocate
+from keys35.stages import prefix
+from keys35.stages.allocate import allocate, load_allocation
 from keys35.stages.assemble import assemble
+from keys35.stages.capture import calibration_windows
 from keys35.stages.job import open_job
 from keys35.stages.measure import measure
 from keys35.stages.plan import plan
 from keys35.stages.quantize import quantize
+from keys35.stages.units import dense_file
 from keys35.stages.workers import Workers
 
 RECIPE = tiny_recipe(encoder={"prefix": "quantized"})
@@ -55,6 +59,27 @@ def make(tiny, root: Path, workers: Workers | None = None) -> None:
     with open_job(tiny.source, RECIPE, root / "work") as job:
         quantize(job, Progress(), workers or Workers(1))
         assemble(job, root / "out", Progress())
+
+
+def test_states_and_encoder_hold_one_layers_weights_at_a_time(
+    tiny, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU holds a layer whole: the MTP layer was there twice, once for what enters it."""
+    shutil.copytree(whole / "work", tmp_path / "work")
+    loaded, most, load = weakref.WeakSet(), [], prefix.layer_weights
+
+    def watched(*arguments: object) -> object:
+        weights = load(*arguments)
+        loaded.add(weights)
+        most.append(len(loaded))
+        return weights
+
+    monkeypatch.setattr(prefix, "layer_weights", watched)
+    with open_job(tiny.source, RECIPE, tmp_path / "work") as job:
+        dense = dense_file(job, 3).read_bytes()
+        prefix.encode_behind_prefix(job, 3, calibration_windows(job)["fit"], load_allocation(job))
+        assert dense_file(job, 3).read_bytes() == dense
+    assert most == [1] * 5, "three layers before it, and its own for its input and to be encoded"
 
 
 def test_measured_experts_stay_and_nothing_passing_does(tiny, measured: Path, whole: Path) -> None:
