@@ -1,6 +1,7 @@
 """The index of a checkpoint against its files: every disagreement is refused before a weight is read."""
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ def read_weight_map(path: Path, index: Any) -> dict[str, str]:
 
 
 def check_files(root: Path, files: list[str]) -> None:
-    """The index's files against the folder's, and the `-of-NNNNN` totals against their count."""
+    """The index's files against the folder's, and the `-of-NNNNN` totals against the count of files that have one."""
     present = {path.name for path in root.iterdir() if path.name.endswith(".safetensors")}
     missing = [file for file in files if file not in present]
     if missing:
@@ -37,10 +38,11 @@ def check_files(root: Path, files: list[str]) -> None:
     if extra:
         raise SourceError(f"{root}: {len(extra)} files are not in the index: {some(extra)}; it is stale "
                           "or they are left over: download it again or move them away")
-    for file in files:
-        match = re.search(r"-(\d+)-of-(\d+)\.safetensors$", file)
-        if match and not (1 <= int(match[1]) <= int(match[2]) == len(files)):
-            raise SourceError(f"{root}: {file} does not belong to a set of {len(files)} shards; the index is "
+    numbered = [match for file in files if (match := re.fullmatch(r"(.*)-(\d+)-of-(\d+)\.safetensors", file))]
+    sets = Counter(match[1] for match in numbered)  # beside a model's own there may be its MTP layer's, or one file
+    for match in numbered:
+        if not 1 <= int(match[2]) <= int(match[3]) == sets[match[1]]:
+            raise SourceError(f"{root}: {match[0]} does not belong to a set of {sets[match[1]]} shards; the index is "
                               f"stale, {AGAIN}")
 
 

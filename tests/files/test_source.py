@@ -127,6 +127,20 @@ def test_stale_totals_in_shard_names(root: Path) -> None:  # case 11
         ShardedSource.open(root)
 
 
+def test_a_file_beside_the_numbered_shards(tmp_path):
+    """As some checkpoints keep their MTP layer: the shards' total counts the others."""
+    root = write_checkpoint(tmp_path, some_tensors())
+    save_file({"mtp.weight": torch.ones(4)}, root / "mtp.safetensors")
+    index = read_index(root)
+    files = index["weight_map"] | {"mtp.weight": "mtp.safetensors"}
+    write_index(root, files, index["metadata"]["total_size"] + 16)
+    assert torch.equal(ShardedSource.open(root).read("mtp.weight"), torch.ones(4))
+    (root / "mtp.safetensors").rename(root / "mtp-00001-of-00002.safetensors")
+    write_index(root, files | {"mtp.weight": "mtp-00001-of-00002.safetensors"}, index["metadata"]["total_size"] + 16)
+    with pytest.raises(SourceError, match="mtp-00001-of-00002.safetensors does not belong to a set of 1 "):
+        ShardedSource.open(root)
+
+
 def test_wrong_total_size(root: Path) -> None:
     index = read_index(root)
     write_index(root, index["weight_map"], 1)
