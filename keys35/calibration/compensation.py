@@ -10,7 +10,7 @@ from keys35.calibration.statistics import MoeRows, inner, row_weights
 from keys35.precision import short_products, vector_sum, whole_products
 from keys35.recipe import Calibration
 
-ROWS_PER_FEATURE = 8  # rows of an expert that are enough for its fit
+ROWS_PER_FEATURE = 32  # rows of an expert that are enough for its fit: 8 leave 3 % more error on rows held out
 LEAST_ROWS = 0.25  # per feature: with fewer there is nothing to fit
 RIDGES = (0.1, 0.3, 1.0, 3.0)  # shares of the mean diagonal that hold a fit near the source's weights
 BLOCK = 64  # neighbouring rows are of one text: halves are made of blocks

@@ -34,11 +34,12 @@ def measurements(work: Workdir) -> dict[str, Any]:
     """Rows, cost, and proxy error of every expert measured so far, the sets of widths, and the baselines' scores.
 
     dropped_windows: the calibration text that was left out because its values stopped being finite. cost[e][w] is the
-    predicted nats of final KL of expert e at candidate width w, as the allocation used it; absent until the layer
-    weights are measured. Holds no times or paths: the same job gives the same value.
+    predicted nats of final KL of expert e at candidate width w, as the allocation used it; beyond: the nats that all
+    cost together beyond the sum of that. Both are absent until the layer weights are measured. Holds no times or paths:
+    the same job gives the same value.
     """
     layers: dict[str, dict[str, Any]] = {}
-    weights = _domain_weights(work)
+    weights, beyond = _domain_weights(work)
     for name, data in _receipts(work, "experts/"):
         layer = str(int(name.split("/")[1].removeprefix("layer-")))
         _append(layers.setdefault(layer, {"widths": data["widths"]}), data, weights.get(layer))
@@ -58,7 +59,7 @@ def measurements(work: Workdir) -> dict[str, Any]:
                  for name, entry in allocation.get("sets", {}).items()},
         "baselines": _baselines(work, allocation),
         "dropped_windows": dropped_windows(work),
-    }
+    } | beyond
 
 
 def dropped_windows(work: Workdir) -> list[dict[str, Any]]:
@@ -103,14 +104,17 @@ def _short(value: float) -> float:
     return float(f"{value:.{DIGITS}g}")
 
 
-def _domain_weights(work: Workdir) -> dict[str, list[float]]:
-    """Layer -> share times alpha per domain, empty before the layer weights are measured."""
+def _domain_weights(work: Workdir) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Layer -> share times alpha per domain, and what goes beyond it; both empty before the layers are weighed."""
     receipt = work.receipt("measure/sensitivity")
     if receipt is None:
-        return {}
-    shares = receipt["data"]["shares"]
-    return {layer: [share / sum(shares) * a for share, a in zip(shares, alpha, strict=True)]
-            for layer, alpha in receipt["data"]["alpha"].items()}
+        return {}, {}
+    data = receipt["data"]
+    shares = [share / sum(data["shares"]) for share in data["shares"]]
+    weights = {layer: [share * a for share, a in zip(shares, alpha, strict=True)]
+               for layer, alpha in data["alpha"].items()}
+    beyond = sum(share * nats for share, nats in zip(shares, data["beyond"], strict=True))
+    return weights, {"beyond": _short(beyond)}
 
 
 def _allocation(work: Workdir) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def bound(sizes: Sequence[int], kl: Mapping[str, Sequence[float]], costs: Sequen
             gains[name] = (1 - (base + sum(rise[w][widths == w].sum(0) for w in (2, 4))) / random).tolist()
         found[str(mean)] = {"kl of all random mixes": random.tolist(), "gain": gains}
     said = predicted[:, 0] - predicted[:, 1]
-    ratios = [float(rise[2][layer == l, 0].sum() / said[layer == l].sum()) for l in range(len(sizes))]
+    ratios = [float(rise[2][layer == here, 0].sum() / said[layer == here].sum()) for here in range(len(sizes))]
     return {"means": found, "kl over costs by layer": ratios}
 
 

@@ -7,7 +7,7 @@ from keys35.calibration.compensation import RIDGES, corrected_downs
 from keys35.calibration.statistics import MoeRows
 from keys35.recipe import Calibration
 
-D, F, T = 12, 8, 64  # eight rows a feature: all of them are used
+D, F, T = 12, 8, 64  # eight rows a feature, fewer than are enough: all of them are used
 
 
 def made(rows=T, seed=0):
