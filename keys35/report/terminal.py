@@ -89,6 +89,9 @@ def show_plan(console: Console, plan: "Plan") -> None:
         console.print("[bold red]Not enough free space here for the work directory and the output.[/bold red]")
     for refusal in plan.missing:
         console.print(f"[bold red]`run` would refuse now:[/bold red] {escape(refusal)}", soft_wrap=True)
+    if plan.foregone:
+        console.print(f"[bold red]Known before anything is measured:[/bold red] {escape(plan.foregone)}",
+                      soft_wrap=True)
 
 
 def _by_size(sizes: Sequence[int]) -> str:

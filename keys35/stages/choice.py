@@ -24,8 +24,9 @@ from keys35.allocation import (
     rank_correlation,
     whole_model,
 )
-from keys35.calibration.text import load_text_set
+from keys35.calibration.text import TextSet, load_text_set
 from keys35.calibration.windows import shares
+from keys35.recipe import Calibration, Recipe
 from keys35.stages.costs import Measured, read_measured
 from keys35.stages.job import Job
 
@@ -67,12 +68,10 @@ class Choice:
 def choose(job: Job, measured: Measured) -> Choice:
     """The allocation under the job's recipe, on the surest ground that its experts' costs allow."""
     halves = [read_measured(job, half) for half in (0, 1)]
-    named = {domain.name for domain in job.text.domains}
-    whole = load_text_set(job.recipe.calibration.set, job.folder)
-    missing = tuple(domain.name for domain in whole.domains if domain.name not in named)
+    missing = _missing(load_text_set(job.recipe.calibration.set, job.folder), job.text)
     correlation = rank_correlation(*(np.concatenate([c[:, 0] for c in half.costs()]) for half in halves))
     fairness, gains, one_way = _fair_enough(job, halves)
-    scant = _scant(job, gains)
+    scant = _scant(job.text, job.recipe.calibration, gains)
     loses = bool(gains) and (bool(missing) or bool(scant) or min(gains.values()) < 0)
     basis = RANDOM if loses and job.recipe.experts.fallback else EXPERTS
     widths, weights = widths_on(job, measured, basis, fairness)
@@ -90,9 +89,27 @@ def _fair_enough(job: Job, halves: Sequence[Measured]) -> tuple[float, dict[str,
     return asked
 
 
-def _scant(job: Job, gains: Mapping[str, float]) -> tuple[str, ...]:
-    calibration = job.recipe.calibration
-    windows = zip(job.text.domains, shares(job.text, calibration.selection_windows), strict=True)
+def foregone(recipe: Recipe) -> str | None:
+    """Why widths will be a random mix whatever is measured, from the recipe and its text alone; None if they need not.
+
+    Raises RecipeError for a missing set or domain.
+    """
+    whole = load_text_set(recipe.calibration.set)
+    text = whole.only(recipe.calibration.domains)
+    missing, scant = _missing(whole, text), _scant(text, recipe.calibration, {})
+    known = missing or scant
+    if not (known and recipe.experts.fallback and set(neighbours(recipe.experts.budget)) <= set(recipe.experts.widths)):
+        return None
+    return reason({"gains": {}, "missing": missing, "scant": scant, "basis": RANDOM})
+
+
+def _missing(whole: TextSet, read: TextSet) -> tuple[str, ...]:
+    named = {domain.name for domain in read.domains}
+    return tuple(domain.name for domain in whole.domains if domain.name not in named)
+
+
+def _scant(text: TextSet, calibration: Calibration, gains: Mapping[str, float]) -> tuple[str, ...]:
+    windows = zip(text.domains, shares(text, calibration.selection_windows), strict=True)
     return tuple(domain.name for domain, count in windows
                  if count * calibration.window < LEAST_TOKENS or (gains and domain.name not in gains))
 

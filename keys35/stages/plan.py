@@ -16,6 +16,7 @@ from keys35.glm.config import GlmConfig
 from keys35.glm.names import TensorRule, census, check_tp, shard_of
 from keys35.recipe import Recipe, resource_dir
 from keys35.stages.budget import Trade, trades, within_size
+from keys35.stages.choice import foregone
 from keys35.stages.feasible import refuse_impossible, refuse_uncut, refuse_unfinishable
 from keys35.stages.job import Keep, read_source
 from keys35.stages.needs import device_bytes, host_bytes, work_parts
@@ -62,6 +63,8 @@ class Plan:
     backend: str
     weights_per_second: float
     missing: tuple[str, ...]
+    foregone: str | None
+    """Why the widths will be a random mix, None where that is for the measurement to say."""
     measured: MeasuredRate | None
     projection: Projection | None
     """The measured layer extrapolated to this model, None without a measurement."""
@@ -137,6 +140,7 @@ def plan(source: Path, recipe: Recipe, work: Path | None = None, tp: int = 4, ke
         backend=backend,
         weights_per_second=rate,
         missing=tuple(_missing(opened, config, recipe, rules)),
+        foregone=_foregone(recipe),
         measured=measured_rate(),
         projection=projected(config, recipe),
         simulated_hours=simulated_hours(config, recipe),
@@ -158,6 +162,13 @@ def _missing(
             ask()
         except Keys35Error as error:
             yield str(error)
+
+
+def _foregone(recipe: Recipe) -> str | None:
+    try:
+        return foregone(recipe)
+    except Keys35Error:  # of its text, which is among what is missing
+        return None
 
 
 def _weights_to_encode(rules: list[TensorRule], config: GlmConfig, recipe: Recipe) -> int:

@@ -5,6 +5,7 @@ import re
 import shutil
 import time
 from fractions import Fraction
+from io import StringIO
 from itertools import combinations_with_replacement
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from builders import TINY_CONFIG, random_source
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from small import small_recipe
 from tiny import tiny_recipe, tiny_source
 
@@ -21,6 +23,7 @@ from keys35.files.atomic import sha256_file
 from keys35.files.source import ShardedSource
 from keys35.progress import Progress
 from keys35.recipe import load_recipe
+from keys35.report.terminal import show_plan
 from keys35.stages.feasible import require_mix
 from keys35.stages.job import open_job
 from keys35.stages.pipeline import run
@@ -139,6 +142,28 @@ def test_a_config_that_check_would_refuse_in_the_end_begins_no_job(source, small
     (tmp_path / "work/manifest.json").write_text(json.dumps(manifest))
     with open_job(copy, small, tmp_path / "work"):  # one that was begun before this was looked at goes on
         pass
+
+
+@pytest.mark.parametrize(
+    ("experts", "calibration", "words"),
+    [
+        ({}, {"selection_windows": 128}, None),
+        ({}, {"selection_windows": 96}, "fewer than 8,192 tokens of held-out text.* in prose, code: widths are a"),
+        ({}, {"selection_windows": 128, "domains": ["code"]}, "lacks its set's domains prose: widths are a random mix"),
+        ({"fallback": False}, {"selection_windows": 96}, None),
+        ({"widths": [2, 4], "bits": 2.5}, {"selection_windows": 96}, None),  # no mix of 2 and 3 to fall back to
+    ],
+)
+def test_a_random_mix_is_announced_before_hours_are_spent_on_costs(source, experts, calibration, words):
+    recipe = small_recipe(
+        experts={"widths": [2, 3], "bits": 2.75, "group": 2} | experts,
+        calibration={"set": "demo", "window": 128, "fit_windows": 12, "sensitivity_windows": 4} | calibration,
+    )
+    found = plan(source, recipe)
+    shown = Console(file=StringIO(), width=300)
+    show_plan(shown, found)
+    assert bool(found.foregone) == bool(words) == ("Known before" in shown.file.getvalue())
+    assert words is None or re.search(words, found.foregone)
 
 
 def test_a_link_that_cannot_be_carried_begins_no_job(source, small, tmp_path):
