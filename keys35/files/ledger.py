@@ -23,7 +23,7 @@ LOG = logging.getLogger(__name__)
 SCHEMA = 1
 WHEREABOUTS = "whereabouts.json"  # where the source lies now, and what else may change between two runs of a job
 MANIFEST, LOCK, LOG_FILE, RECEIPTS = "manifest.json", "lock", "log.jsonl", "receipts"
-BEFORE_MANIFEST = {LOCK, LOG_FILE, MANIFEST + PARTIAL}
+BEFORE_MANIFEST = {LOCK, LOG_FILE, MANIFEST + PARTIAL, "lost+found"}  # the last is all that a new disk holds
 BEGUN = "begun"  # the log's event for a unit that was handed out; the line that ends it names its kind
 FRESH = "choose an empty work directory, or restore the file from a backup"
 

@@ -55,6 +55,11 @@ def test_foreign_folders_are_never_taken_over(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["thesis.txt"]
 
 
+def test_a_disk_of_its_own_is_an_empty_folder(tmp_path: Path) -> None:
+    (tmp_path / "lost+found").mkdir()
+    assert Workdir.open(tmp_path, JOB).units() == []
+
+
 def test_killed_while_creating_starts_again(tmp_path: Path) -> None:
     (tmp_path / "manifest.json.partial").write_text('{"sch')
     assert Workdir.open(tmp_path, JOB).units() == []
