@@ -114,6 +114,31 @@ def test_in_json_a_bad_command_line_is_a_json_line_too(arguments, words):
     assert words in event["message"] and "--help`" in event["message"]
 
 
+@pytest.mark.parametrize("mode", ["--json", "--quiet"])
+def test_what_is_logged_or_warned_of_is_an_event_too(mode):
+    """stderr is JSON lines in one mode, and refusals only in the other."""
+    code = (
+        "import logging, warnings\n"
+        "import keys35.recipe\n"
+        "from keys35.cli import main\n"
+        "from keys35.errors import RecipeError\n"
+        "def load(name):\n"
+        "    logging.getLogger('keys35.engine.pool').warning('worker %s is gone', 'a:1')\n"
+        "    warnings.warn('divided by zero')\n"
+        "    raise RecipeError('no')\n"
+        "keys35.recipe.load_recipe = load\n"
+        "main()\n"
+    )
+    command = [sys.executable, "-c", code, mode, "plan", str(MODEL), "--recipe", "demo"]
+    lines = subprocess.run(command, capture_output=True, text=True).stderr.splitlines()
+    if mode == "--quiet":
+        assert lines == ["keys35: no"]
+        return
+    first, second, last = map(json.loads, lines)
+    assert first == {"warning": "worker a:1 is gone"} and "divided by zero" in second["warning"]
+    assert last["error"] == "RecipeError"
+
+
 def test_the_version_is_said_in_both_ways():
     assert keys35("--version").stdout == f"keys35 {__version__}\n"
     assert json.loads(keys35("--json", "--version").stdout) == {"version": __version__}

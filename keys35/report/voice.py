@@ -1,6 +1,7 @@
 """How the terminal speaks: tables and bars for people, nothing but refusals, or JSON for programs."""
 
 import json
+import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -31,16 +32,32 @@ class Mode(StrEnum):
     JSON = "json"
 
 
+class _Warned(logging.Handler):
+    """Warnings as events; where nothing but refusals is to be said they are not."""
+
+    def __init__(self, voice: "Voice") -> None:
+        super().__init__(logging.WARNING)
+        self._voice = voice
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._voice.mode is Mode.JSON:
+            self._voice.event({"warning": record.getMessage()})
+
+
 class Voice:
     """Everything a command says goes through here, so that no command knows in which mode it runs."""
 
     def __init__(self, console: Console, errors: Console) -> None:
         self.console, self.errors, self.mode = console, errors, Mode.TEXT
         self._refused, self._speaking = False, threading.Lock()
+        self._warned = _Warned(self)
 
     def speak(self, mode: Mode) -> None:
-        """Choose the mode, once, before a command runs."""
+        """Choose the mode, before a command runs; what is logged and warned of on the way is an event of it, too."""
         self.mode, self.console.quiet = mode, mode is not Mode.TEXT
+        if self._warned not in logging.getLogger().handlers and mode is not Mode.TEXT:
+            logging.captureWarnings(True)
+            logging.getLogger().addHandler(self._warned)
 
     def say(self, text: str, good: str = "") -> None:
         """A line for people, behind a green word if one is given; as it is and never wrapped: paths can be copied."""
@@ -58,7 +75,7 @@ class Voice:
     def refuse(self, error: Keys35Error | OSError | KeyboardInterrupt, code: int) -> None:
         """The one message of a refusal, on stderr; in JSON it is the last line, whatever threads still finish."""
         if self.mode is Mode.JSON:
-            self._event({"error": type(error).__name__, "message": str(error), "exit_code": code}, last=True)
+            self.event({"error": type(error).__name__, "message": str(error), "exit_code": code}, last=True)
         else:
             self.errors.print("[bold red]keys35:[/bold red]", end=" ")
             self.errors.print(str(error), highlight=False, soft_wrap=True, markup=False)
@@ -81,9 +98,10 @@ class Voice:
         self.refuse(KeyboardInterrupt(words), INTERRUPTED)
 
     def _tick(self, tick: "Tick") -> None:
-        self._event({"progress": plain(tick)})
+        self.event({"progress": plain(tick)})
 
-    def _event(self, event: Mapping[str, Any], last: bool = False) -> None:
+    def event(self, event: Mapping[str, Any], last: bool = False) -> None:
+        """One line of JSON on stderr; nothing behind the `last`."""
         with self._speaking:  # a thread that was about to speak finds that all is said
             if last or not self._refused:
                 self.errors.file.write(json.dumps(event) + "\n")
