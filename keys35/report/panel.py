@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape as plain
-from rich.table import Table
+from rich.table import Column, Table
 
 from keys35.files.atomic import write_bytes
 from keys35.report.pictures import Axis, Plot, legend
@@ -94,9 +94,8 @@ def _drafts(m: Mapping[str, float]) -> str:
 
 def show_comparison(console: Console, found: Mapping[str, Any]) -> None:
     """Two checkpoints beside each other, and the paired differences."""
-    shown = Table(
-        "", "first", "second", title=f"{found['panel']['windows']} windows, {found['panel']['tokens']:,} tokens"
-    )
+    columns = (Column(name, overflow="fold") for name in ("", "first", "second"))  # of a path, the end tells most
+    shown = Table(*columns, title=f"{found['panel']['windows']} windows, {found['panel']['tokens']:,} tokens")
     shown.add_row("checkpoint", *(plain(path) for path in found["checkpoints"]))
     shown.add_row("size", *(human_bytes(size) for size in found["bytes"]))
     for key in found["metrics"][0]:

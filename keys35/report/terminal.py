@@ -42,8 +42,9 @@ def human_seconds(seconds: float | None) -> str:
 def show_plan(console: Console, plan: "Plan") -> None:
     """Coverage, sizes per class and per rank, needs."""
     table = Table(title=f"{escape(plan.source)}  with recipe  {plan.recipe}", title_justify="left")
-    for name in ("class", "tensors", "parameters", "source", "output", f"rank (TP {plan.tp})"):
-        table.add_column(name, justify="left" if name == "class" else "right")
+    table.add_column("class", overflow="fold")  # the one that gives way where a terminal is narrow
+    for name in ("tensors", "parameters", "source", "output", f"rank (TP {plan.tp})"):
+        table.add_column(name, justify="right", no_wrap=True)
     for row in plan.classes:
         sizes = (row.source_bytes, row.output_bytes, row.rank_bytes)
         table.add_row(row.name, f"{row.tensors:,}", f"{row.params:,}", *map(human_bytes, sizes))
@@ -84,7 +85,7 @@ def show_plan(console: Console, plan: "Plan") -> None:
     if plan.dropped:
         lines.append(("left out", f"{len(plan.dropped)} unused indexer tensors of layers that share a selection"))
     for name, text in lines:
-        console.print(f"[bold]{name:>15}[/bold]  {text}")
+        console.print(f"[bold]{name:>15}[/bold]  {text}", highlight=False)
     if plan.work_bytes + plan.output_bytes > plan.free_bytes:
         console.print("[bold red]Not enough free space here for the work directory and the output.[/bold red]")
     for refusal in plan.missing:
@@ -177,12 +178,18 @@ def _format(cells: list[float]) -> list[str]:
 
 
 def show_quality(console: Console, baselines: dict[str, dict]) -> None:
-    """The quality table on the terminal."""
-    table = Table(title="held-out text, against BF16", title_justify="left")
-    for name in QUALITY_COLUMNS:
-        table.add_column(name, justify="left" if name == "widths" else "right")
-    for row in quality_rows(baselines):
-        table.add_row(*row)
+    """The quality table on the terminal, for which 80 columns do: BF16's own figures, the same in all rows, stand
+    above it.
+    """
+    rows = quality_rows(baselines)
+    theirs = [place for place, name in enumerate(QUALITY_COLUMNS) if name.endswith(" BF16") and rows[0][place]]
+    figures = ", ".join(f"{QUALITY_COLUMNS[place].removesuffix(' BF16')} {rows[0][place]}" for place in theirs)
+    table = Table(title=f"held-out text, against BF16 ({figures})", title_justify="left")
+    shown = [place for place, name in enumerate(QUALITY_COLUMNS) if not name.endswith(" BF16")]
+    for place in shown:
+        table.add_column(QUALITY_COLUMNS[place], justify="right" if place else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(row[place] for place in shown))
     console.print(table)
 
 

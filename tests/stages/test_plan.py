@@ -1,6 +1,7 @@
 """The plan: sums that must close, sizes of the real model from its census, and cheap early refusals."""
 
 import json
+import os
 import re
 import shutil
 import time
@@ -59,6 +60,9 @@ def test_glm_5_3_at_2_75_bits(tmp_path):
     assert write_stand_in(tmp_path / "glm") == 1_506_659_919_872
     found = plan(tmp_path / "glm", load_recipe("glm-5.3-2.75bpw"))
     assert time.process_time() - started < 60
+    console = Console(record=True, width=80, file=open(os.devnull, "w"))
+    show_plan(console, found)
+    assert "│ 753,329,940,480 │" in console.export_text(), "no digit is lost where a terminal is narrow"
     assert found.tensors == 59_585 and found.source_bytes == 1_506_659_919_872
     assert found.output_bytes == pytest.approx(276.1e9, rel=1e-3)
     assert len(found.shard_bytes) == 81 and min(found.shard_bytes) > 0 and sum(found.shard_bytes) == found.output_bytes

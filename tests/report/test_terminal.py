@@ -1,0 +1,36 @@
+"""What the terminal shows, where it is as narrow as terminals begin."""
+
+import os
+
+import pytest
+from made_up import metrics
+from rich.console import Console
+
+from keys35.report.panel import show_comparison
+from keys35.report.terminal import show_quality
+
+
+@pytest.fixture
+def console() -> Console:
+    return Console(record=True, width=80, file=open(os.devnull, "w"), emoji=False)
+
+
+def test_the_quality_table_is_whole_in_80_columns(console):
+    """It named two rows "unifo...", and left digits out."""
+    names = ("allocation", "random-0", "random-1", "equal-per-layer", "error-only", "uniform-2", "uniform-3")
+    show_quality(console, {name: metrics(0.06 + 0.001 * place) for place, name in enumerate(names)})
+    text = console.export_text()
+    assert "…" not in text and {"uniform-2", "uniform-3", "0.0650", "0.0660"} <= set(text.split())
+    assert f"ppl {metrics(0.06)['ppl_reference']:.3f}" in text.splitlines()[0]
+
+
+def test_a_comparison_tells_long_paths_apart(console):
+    one = {"mean": 0.1, "standard_error": 0.01, "z": 10.0}
+    found = {
+        "panel": {"windows": 2, "tokens": 9}, "checkpoints": ["/models/some/where/" * 3 + end for end in "12"],
+        "bytes": [1, 2], "metrics": [{"kl": 0.1}] * 2, "differences": {"kl": one}, "domains": {},
+        "noise_floor": {"kl": 0.0},
+    }  # fmt: skip
+    show_comparison(console, found)
+    text = "".join(console.export_text().split()).replace("│", "")
+    assert "where/1" in text and "where/2" in text and "…" not in text
