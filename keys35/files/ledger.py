@@ -28,6 +28,30 @@ BEGUN = "begun"  # the log's event for a unit that was handed out; the line that
 FRESH = "choose an empty work directory, or restore the file from a backup"
 
 
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Hold a folder, made if it is not there, for one driver; the lock ends with its process, however it dies.
+
+    Raises ResumeError naming the process that holds it, or the disk that cannot lock.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / LOCK, "a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as cause:
+            if cause.errno not in (errno.EWOULDBLOCK, errno.EAGAIN):
+                raise ResumeError(f"{folder}: its disk cannot lock files ({cause.strerror}), so that a second driver "
+                                  "would not be noticed; choose a folder on another disk, or let the network's file "
+                                  "server serve locks") from cause
+            file.seek(0)
+            holder = file.read().strip() or "unknown"
+            raise ResumeError(f"{folder}: is in use by process {holder}; wait or stop it") from cause
+        file.truncate(0)
+        file.write(f"{os.getpid()} on {os.uname().nodename}\n")
+        file.flush()
+        yield
+
+
 @dataclass(frozen=True, slots=True)
 class Workdir:
     """A work directory bound to one job."""
@@ -72,20 +96,7 @@ class Workdir:
         Raises ResumeError naming the process that holds it, the disk that cannot lock, or how the job differs from one
         that began here at the same time. The lock ends with its process, however it dies.
         """
-        with open(self.root / LOCK, "a+") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as cause:
-                if cause.errno not in (errno.EWOULDBLOCK, errno.EAGAIN):
-                    raise ResumeError(f"{self.root}: its disk cannot lock files ({cause.strerror}), so that a second "
-                                      "driver would not be noticed; choose a work directory on another disk, or let "
-                                      "the network's file server serve locks") from cause
-                file.seek(0)
-                holder = file.read().strip() or "unknown"
-                raise ResumeError(f"{self.root}: is in use by process {holder}; wait or stop it") from cause
-            file.truncate(0)
-            file.write(f"{os.getpid()} on {os.uname().nodename}\n")
-            file.flush()
+        with held(self.root):
             Workdir.open(self.root, self.job)  # two that begin at once may both have found it empty
             for leftover in self.root.rglob("*" + PARTIAL):
                 leftover.unlink(missing_ok=True)

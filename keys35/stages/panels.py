@@ -12,6 +12,7 @@ from keys35.calibration.text import read_utf8
 from keys35.calibration.windows import read_tokenizer
 from keys35.errors import PlanError
 from keys35.files.atomic import write_json
+from keys35.files.ledger import held
 from keys35.files.source import ShardedSource
 from keys35.glm.config import GlmConfig, refuse_encoded
 from keys35.glm.weights import WeightStore
@@ -65,7 +66,8 @@ def score(
 ) -> tuple[list[PanelResult], dict[str, Any]]:
     """Every checkpoint on a panel, with the noise floor of the source, which is streamed only once.
 
-    Raises RankError, SourceError, PlanError; of what is wrong with a checkpoint, before the source is streamed.
+    Raises RankError, SourceError, PlanError, of what is wrong with a checkpoint before the source is streamed, and
+    ResumeError when another process uses `scratch`.
     """
     source = ShardedSource.open(reference, fp8=None)
     refuse_encoded(source.config, reference)
@@ -75,13 +77,14 @@ def score(
     place = choose_device(device, 0, 1)
     states = scratch / f"reference-{panel.fingerprint[:12]}"
     results: list[PanelResult] = []
-    for step in progress.walk("panel", ["reference", *(str(path) for path in checkpoints)]):
-        if step.unit == "reference":
-            store = WeightStore(source, config, device=place, dtype=getattr(torch, dtype))
-            noise = make_reference(store, panel, states).facts["noise"]
-        else:
-            run = PanelRun(panel, states, scratch / f"run-{len(results)}", dtype)
-            results += run_panels(step.unit, [run], tp, mtp_hidden=mtp_hidden, device=device)
+    with held(scratch):  # ranks find their jobs and leave their results there
+        for step in progress.walk("panel", ["reference", *(str(path) for path in checkpoints)]):
+            if step.unit == "reference":
+                store = WeightStore(source, config, device=place, dtype=getattr(torch, dtype))
+                noise = make_reference(store, panel, states).facts["noise"]
+            else:
+                run = PanelRun(panel, states, scratch / f"run-{len(results)}", dtype)
+                results += run_panels(step.unit, [run], tp, mtp_hidden=mtp_hidden, device=device)
     return results, noise
 
 

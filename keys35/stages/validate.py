@@ -12,6 +12,7 @@ from keys35.calibration.windows import WindowMaker, shares
 from keys35.errors import ContractError, PlanError, RankError, RecipeError
 from keys35.exl3.viterbi import backend_device
 from keys35.files.atomic import load_tensors, read_json, write_json
+from keys35.files.ledger import held
 from keys35.files.source import ShardedSource
 from keys35.glm.config import GlmConfig, refuse_encoded
 from keys35.glm.weights import WeightStore
@@ -47,9 +48,10 @@ def validate(
     """Score `out` on the recipe's held-out panel with `tp` ranks, and hold them against one process.
 
     The reference's states are kept in `scratch` and reused. Writes KEYS35_QUALITY.json (no times in it) into `out`.
-    Raises RankError (also when ranks and one process disagree), SourceError, PlanError.
+    Raises RankError (also when ranks and one process disagree), SourceError, PlanError, and ResumeError when another
+    process uses `scratch`.
     """
-    with ranks_ahead(scratch, tp) as group:
+    with held(scratch), ranks_ahead(scratch, tp) as group:
         return Validation(out, reference, recipe, tp, scratch, group, progress).finish(progress)
 
 

@@ -1,20 +1,24 @@
 """Panels of any text: windows, pages, paired differences, and the commands that use them."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
 import pytest
+from small import small_recipe
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 from keys35.cli import app
 from keys35.demo import MODEL
-from keys35.errors import PlanError, RankError, SourceError, UsageError
+from keys35.errors import PlanError, RankError, ResumeError, SourceError, UsageError
+from keys35.files.ledger import held
 from keys35.glm.config import refuse_other_architectures
 from keys35.progress import Progress
 from keys35.runtime.launch import PanelResult
 from keys35.stages.panels import paired, score, text_panel
+from keys35.stages.validate import validate
 
 TOKENIZER = MODEL / "tokenizer.json"
 
@@ -71,6 +75,19 @@ def test_a_checkpoint_that_cannot_be_scored_is_refused_before_the_source_is_stre
                                      (MODEL, 3, PlanError, "tp = 3"), (other, 1, PlanError, "vocabulary of 4096")):
         with pytest.raises(error, match=words):
             score([MODEL, second], MODEL, panel, tp, tmp_path / "scratch", Progress())
+
+
+def test_two_at_once_do_not_share_a_scratch_folder(tmp_path):
+    """Ranks of one found the other's jobs, and its figures came out under this one's name."""
+    text, scratch = tmp_path / "words.txt", tmp_path / "scratch"
+    text.write_text("One two three four five six seven eight nine ten. " * 20)
+    panel = text_panel([text], TOKENIZER, 1, 20)
+    with held(scratch):
+        with pytest.raises(ResumeError, match=f"scratch: is in use by process {os.getpid()}"):
+            score([MODEL], MODEL, panel, 1, scratch, Progress())
+        with pytest.raises(ResumeError, match="scratch: is in use"):
+            validate(tmp_path, MODEL, small_recipe(), 1, scratch, Progress())
+    assert [path.name for path in scratch.iterdir()] == ["lock"]
 
 
 def test_a_checkpoint_is_no_reference(tiny, tmp_path):
