@@ -94,7 +94,7 @@ def conclude_sensitivity(job: Job, selection: Windows) -> None:
             known = data.get("simulated") or [of_expert[middle] for of_expert in data["error"]]
             error += sum(torch.tensor(known[unit.experts.index(e)], dtype=torch.float64) for e in weighed(job, unit))
         kl[str(layer)] = nats.tolist()
-        alpha[str(layer)] = (nats / error.clamp_min(torch.finfo(torch.float64).tiny)).tolist()
+        alpha[str(layer)] = a_unit(nats, error).tolist()
     data = {
         "width": width,
         "windows": len(windows),
@@ -107,6 +107,15 @@ def conclude_sensitivity(job: Job, selection: Windows) -> None:
     }
     job.work.commit(SENSITIVITY, [], data)
     job.work.log("sensitivity", kl=kl, together=data["together"])
+
+
+def a_unit(nats: Tensor, error: Tensor) -> Tensor:
+    """Nats per unit of a layer's error by domain, float64 (domains,).
+
+    As in all domains together where there is no error: no expert that was perturbed is chosen there. Zeros without any.
+    """
+    tiny = torch.finfo(torch.float64).tiny
+    return torch.where(error > 0, nats / error.clamp_min(tiny), nats.sum() / error.sum() if error.any() else 0.0)
 
 
 def _propagate(

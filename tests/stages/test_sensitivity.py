@@ -9,7 +9,7 @@ from keys35.stages.candidates import Candidates
 from keys35.stages.capture import calibration_windows
 from keys35.stages.costs import read_measured
 from keys35.stages.job import resume_job
-from keys35.stages.sensitivity import LEAST, TOGETHER
+from keys35.stages.sensitivity import LEAST, TOGETHER, a_unit
 
 
 class Changed(WeightStore):
@@ -63,3 +63,10 @@ def test_all_experts_at_the_middle_width_cost_what_was_found_together(weighed):
     chosen = [[middle] * len(layer) for layer in measured.error]
     together = sum(share * nats for share, nats in zip(measured.share, found["together"], strict=True))
     assert measured.predicted_kl(chosen) == pytest.approx(together, rel=1e-9)
+
+
+def test_a_domain_in_which_no_perturbed_expert_is_chosen_has_the_weight_of_the_others():
+    """A layer counts for something in every domain, and something over nothing outweighed all other layers."""
+    nats, error = (torch.tensor(values, dtype=torch.float64) for values in ([0.02, 0.01, 0.03], [2.0, 0.0, 4.0]))
+    assert a_unit(nats, error).tolist() == pytest.approx([0.01, 0.01, 0.0075])
+    assert a_unit(nats, 0 * error).tolist() == [0.0, 0.0, 0.0], "a layer of zeros"
