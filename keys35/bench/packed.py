@@ -20,9 +20,8 @@ RECONSTRUCTIONS = [Reconstruction(*how) for how in [
     (True, 8, 4, 0), (True, 8, 3, 0),
 ]]  # fmt: skip
 PRODUCTS = [Product(*how) for how in [
-    (2, 24, 1, 6144, True, 2, 1), (2, 24, 1, 6144, True, 2, 2), (2, 24, 1, 6144, False, 2, 1),
-    (1, 24, 1, 6144, True, 2, 1), (2, 24, 1, 6144, True, 1, 1),
-    (2, 16, 1, 6144, True, 2, 1), (2, 12, 2, 6144, True, 2, 1), (2, 8, 3, 6144, True, 2, 1),
+    (2, 24, 1, 6144, True, 2), (2, 24, 1, 6144, False, 2), (1, 24, 1, 6144, True, 2), (2, 24, 1, 6144, True, 1),
+    (2, 20, 1, 8192, True, 2), (2, 16, 1, 9216, True, 2), (2, 12, 2, 6144, True, 2), (2, 8, 3, 6144, True, 2),
 ]]  # fmt: skip
 
 

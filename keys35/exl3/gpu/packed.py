@@ -37,8 +37,7 @@ class Reconstruction:
 @dataclass(frozen=True)
 class Product:
     """Settings of matvec.cu: tiles side by side in a piece, warps a block, blocks a multiprocessor, bytes of packed
-    words a warp holds, whether shifts are shared out between units, blocks of inputs in a slab at most, sums kept apart
-    for shorter chains."""
+    words a warp holds, whether shifts are shared out between units, blocks of inputs in a slab at most."""
 
     columns: int = 2
     warps: int = 24
@@ -46,12 +45,11 @@ class Product:
     ring: int = 6144
     mixed: bool = True
     deepest: int = 2
-    sets: int = 1
 
     def defines(self, codebook: str, experts: bool, wide: bool) -> tuple[tuple[str, int], ...]:
         return (("CODEBOOK", CODEBOOKS.index(codebook)), ("EXPERTS", int(experts)), ("WIDE", int(wide)),
                 ("COLUMNS", self.columns), ("WARPS", self.warps), ("BLOCKS", self.blocks), ("RING", self.ring),
-                ("MIXED", int(self.mixed)), ("DEEPEST", 1 if wide else self.deepest), ("SETS", self.sets))  # fmt: skip
+                ("MIXED", int(self.mixed)), ("DEEPEST", 1 if wide else self.deepest))  # fmt: skip
 
     def shared_bytes(self) -> int:
         return self.warps * (self.ring + self.deepest * _LIMBS + 2 * SIDE * 4 + 32) + 1024

@@ -10,8 +10,7 @@
 // before this one's sums are put away. Whoever puts away the last part of 128 outputs adds them all up, in a fixed order, so
 // results repeat to the last bit. Against the codebook's definition a value lacks its rounding to a half (about 1e-4).
 // Defines: CODEBOOK, WIDE (widths over 4, too), WARPS (of a block), COLUMNS (tiles a warp takes side by side), RING (bytes of
-// packed words a warp holds), DEEPEST (the most SIDEs of inputs in a slab), SETS (1 or 2 sums for a tile, added up at the end:
-// shorter chains).
+// packed words a warp holds), DEEPEST (the most SIDEs of inputs in a slab).
 
 #include "stream.cuh"
 
@@ -27,10 +26,10 @@ typedef float Sum;
 // What turns integer sums into outputs.
 struct Scale { float unit, offset; };
 
-// limbs[slab][pair of tiles][half][limb][lane % 4]: the limb of half of a lane's eight rows of the two tiles.
+// limbs[slab][four rows of tiles][quarter of a tile's 16 rows][limb][which of the four]: what a lane multiplies with, in two steps.
 struct Shared {
     uint4 words[WARPS][RING / 16];
-    uint4 limbs[WARPS][4 * DEEPEST][2][2][4];
+    uint4 limbs[WARPS][2 * DEEPEST][4][2][4];
     float sums[2 * WARPS * SIDE];   // of the unit: [together][breadth * SIDE]
     Scale scales[WARPS];            // of the slabs
     int pieces[WARPS][6];           // in a warp's ring: the slab and, times 256, the step to the right; -1 if there was none left
@@ -40,8 +39,10 @@ struct Shared {
 // How a matrix is cut: a unit has `together` slabs of `deep` * SIDE inputs, and `breadth` * SIDE outputs.
 struct Cut {
     int deep, together, breadth, slices, across;
+    u32 inverse;   // of together, times 2^16 and rounded up: exact for so few pieces
     __device__ __forceinline__ Cut(int rows, int columns, int deep, int together, int breadth)
-        : deep(deep), together(together), breadth(breadth), slices(rows / SIDE / deep / together), across(columns / SIDE / breadth) {}
+        : deep(deep), together(together), breadth(breadth), slices(rows / SIDE / deep / together), across(columns / SIDE / breadth),
+          inverse(65536 / together + 1) {}
     __device__ __forceinline__ int units() const { return slices * across; }
 };
 
@@ -112,13 +113,13 @@ template <class Work> __device__ __forceinline__ void prepare(Shared& shared, co
             limb[1][i] = pack_half(rest, rest);
 #endif
         }
-        // Rows 4 lane .. 4 lane + 3 of the 128: a tile's fourth, half of it in each of a reader's two quadruples.
-        const int pair = 4 * d + lane / 8, q = lane / 4 % 2 * 2 + lane % 2, half = lane / 2 % 2;
+        // Rows 4 lane .. 4 lane + 3 of the 128: a tile's fourth, half of it in each of two quadruples.
+        uint4 (*to)[2][4] = &shared.limbs[slab][2 * d + lane / 16][lane % 2 * 2];
         #pragma unroll
         for (int l = 0; l < 2; ++l)
             #pragma unroll
             for (int i = 0; i < 2; ++i)
-                reinterpret_cast<uint2*>(&shared.limbs[slab][pair][i][l][q])[half] = make_uint2(limb[l][2 * i], limb[l][2 * i + 1]);
+                reinterpret_cast<uint2*>(&to[i][l][lane / 4 % 4])[lane / 2 % 2] = make_uint2(limb[l][2 * i], limb[l][2 * i + 1]);
     }
     #pragma unroll
     for (int by = 16; by; by /= 2) total += __shfl_xor_sync(0xffffffffu, total, by);
@@ -151,43 +152,45 @@ template <int H> struct Strip {
     static constexpr int SIDE_BY_SIDE = 2 * DEEPEST * COLUMNS * 128 * H <= RING ? COLUMNS : 1;
     static constexpr int ROW = SIDE_BY_SIDE * H;   // 16 bytes each
     static constexpr int AT_ONCE = ROW > 32 ? 0 : 32 / ROW >= 8 ? 8 : 32 / ROW >= 4 ? 4 : 32 / ROW >= 2 ? 2 : 1;   // rows a copy takes
-    static constexpr int PIECE = 8 * DEEPEST * ROW, FIT = RING / 16 / PIECE;
+    // Four rows are read at once: where there is room, they start in different banks.
+    static constexpr int SPREAD = ROW + (6 - ROW % 4) % 4, PITCH = 8 * DEEPEST * SPREAD * 32 <= RING ? SPREAD : ROW;
+    static constexpr int PIECE = 8 * DEEPEST * PITCH, FIT = RING / 16 / PIECE;
     static constexpr int ENOUGH = 1 + 4 / DEEPEST / SIDE_BY_SIDE;   // what is under way while a piece is worked on covers its latency
     static constexpr int PLACES = FIT < ENOUGH ? FIT : ENOUGH;
     static_assert(AT_ONCE && PLACES >= 2 && PLACES <= 6, "the ring holds two pieces");
 
-    typedef Window<H, 16> Sixteen;
+    typedef Window<H, 32> Column;
 
+    Shared& shared;
+    const Unit& unit;   // looked at anew for every piece: registers are short
+    u32* taken;
+    const u32* from;    // the lane's first words of the unit
     uint4* ring;
     int* pieces;
-    u32* taken;
-    const u32* from;          // the lane's first words of the unit
-    int words, deep, together, count;   // words: of a row of tiles; count: pieces
-    u32 inverse;              // of together, times 2^16 and rounded up: exact for so few pieces
 
     __device__ __forceinline__ Strip(Shared& shared, const Unit& unit, u32* taken)
-        : ring(shared.words[threadIdx.x / 32]), pieces(shared.pieces[threadIdx.x / 32]), taken(taken),
-          words(unit.linear.columns / 4 * H), deep(unit.cut.deep), together(unit.cut.together),
-          count(unit.cut.together * unit.cut.breadth * (8 / SIDE_BY_SIDE)), inverse(65536 / unit.cut.together + 1) {
-        const int lane = threadIdx.x % 32;
-        from = unit.linear.trellis + (long long)(unit.slice * together * deep * 8 + lane / ROW) * words
-            + unit.block * unit.cut.breadth * 32 * H + lane % ROW * 4;
+        : shared(shared), unit(unit), taken(taken), ring(shared.words[threadIdx.x / 32]), pieces(shared.pieces[threadIdx.x / 32]) {
+        const int lane = threadIdx.x % 32, row = unit.slice * unit.cut.together * unit.cut.deep * 8 + lane / ROW;
+        from = unit.linear.trellis + (long long)row * words() + unit.block * unit.cut.breadth * 32 * H + lane % ROW * 4;
     }
 
+    __device__ __forceinline__ int words() const { return (int)unit.linear.columns / 4 * H; }   // of a row of tiles
+
     __device__ __forceinline__ void fetch(int place) {
-        const int lane = threadIdx.x % 32;
+        const int lane = threadIdx.x % 32, deep = unit.cut.deep, together = unit.cut.together, words = this->words();
         u32 piece = 0;
         if (lane == 0) piece = atomicAdd(taken, 1u);
         piece = __shfl_sync(0xffffffffu, piece, 0);
-        const int right = piece * inverse >> 16, slab = piece - right * together;
-        const bool any = (int)piece < count;
+        const int right = piece * unit.cut.inverse >> 16, slab = piece - right * together;
+        const bool any = (int)piece < together * unit.cut.breadth * (8 / SIDE_BY_SIDE);
         if (lane == 0) pieces[place] = any ? right * 256 + slab : -1;
         const u32* source = from + (long long)(slab * deep * 8) * words + right * (ROW * 4);
+        uint4* to = ring + place * PIECE + lane / ROW * PITCH + lane % ROW;
         if (any && (AT_ONCE * ROW == 32 || lane < AT_ONCE * ROW))
             #pragma unroll
             for (int i = 0; i < 8 * DEEPEST / AT_ONCE; ++i)
                 if (i < 8 / AT_ONCE || deep == DEEPEST)
-                    copy_ahead(ring + place * PIECE + i * AT_ONCE * ROW + lane, source + (long long)i * (AT_ONCE * words));
+                    copy_ahead(to + i * AT_ONCE * PITCH, source + (long long)i * (AT_ONCE * words));
         close_group();
     }
 
@@ -196,37 +199,47 @@ template <int H> struct Strip {
         for (int place = 0; place < PLACES - 1; ++place) fetch(place);
     }
 
-    // Eight rows of tiles. Of column g, sums[c][0] and [1] get the two limbs' products, of column g + 8 [2] and [3], in lanes with q = 0.
-    // b and d are zero in lanes whose columns of the limbs are.
-    static __device__ __forceinline__ void multiply_rows(const Sixteen& window, const u32* const (&words)[Sixteen::WORDS],
-                                                         const uint4* limbs, uint4& b, uint4& d, Sum (&sums)[SIDE_BY_SIDE][SETS][4]) {
-        #pragma unroll
-        for (int p = 0; p < 4; ++p) {
-            if (threadIdx.x % 32 < 8) {
-                b = limbs[16 * p];
-                d = limbs[16 * p + 8];
-            }
+    // The words of a lane's column, the last first: `own` are its alone, `rest` the one before them.
+    static __device__ __forceinline__ void load(u32 (&w)[Column::WORDS], const u32* own, const u32* rest) {
+        constexpr int OWN = Column::WORDS - 1;
+        constexpr bool ALIGNED = Column::SLACK == 0;
+        w[OWN] = *rest;
+        if constexpr (ALIGNED && OWN % 4 == 0)
             #pragma unroll
-            for (int c = 0; c < SIDE_BY_SIDE; ++c) {
-                u32 w[Sixteen::WORDS], s[16];
-                #pragma unroll
-                for (int j = 0; j < Sixteen::WORDS; ++j) w[j] = words[j][p * 8 * ROW + c * Sixteen::TILE];
-                window.states(w, s);
-                #pragma unroll
-                for (int i = 0; i < 16; ++i) s[i] = word_of(s[i]);
-                multiply(sums[c][0], s[0], s[4], s[1], s[5], b.x, b.y);
-                multiply(sums[c][SETS - 1], s[2], s[6], s[3], s[7], b.z, b.w);
-                multiply(sums[c][0], s[8], s[12], s[9], s[13], d.x, d.y);
-                multiply(sums[c][SETS - 1], s[10], s[14], s[11], s[15], d.z, d.w);
+            for (int i = 0; i < OWN; i += 4) {
+                const uint4 v = *reinterpret_cast<const uint4*>(own + i);
+                w[OWN - 1 - i] = v.x; w[OWN - 2 - i] = v.y; w[OWN - 3 - i] = v.z; w[OWN - 4 - i] = v.w;
             }
+        else if constexpr (ALIGNED && OWN % 2 == 0)
+            #pragma unroll
+            for (int i = 0; i < OWN; i += 2) {
+                const uint2 v = *reinterpret_cast<const uint2*>(own + i);
+                w[OWN - 1 - i] = v.x; w[OWN - 2 - i] = v.y;
+            }
+        else
+            #pragma unroll
+            for (int i = 0; i < OWN; ++i) w[OWN - 1 - i] = own[i];
+    }
+
+    // Of column g, sums[0] and [1] get the two limbs' products, of column g + 8 [2] and [3], in lanes with q = 0.
+    static __device__ __forceinline__ void multiply_tile(const Column& window, const u32 (&w)[Column::WORDS],
+                                                         const uint4 (&b)[4], Sum (&sums)[4]) {
+        u32 s[32];
+        window.states(w, s);
+        #pragma unroll
+        for (int i = 0; i < 32; ++i) s[i] = word_of(s[i]);
+        #pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const u32* t = s + 8 * i;
+            multiply(sums, t[0], t[4], t[1], t[5], b[i].x, b[i].y);
+            multiply(sums, t[2], t[6], t[3], t[7], b[i].z, b[i].w);
         }
     }
 
-    // After begin() of the same unit.
-    __device__ __forceinline__ void product(Shared& shared, int breadth) {
+    // After begin() of the same unit. Lanes of a g read a column of four tiles, one below the other.
+    __device__ __forceinline__ void product() {
         const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-        uint4 b = make_uint4(0, 0, 0, 0), d = b;
-        const Sixteen window(2 * g + q % 2);
+        const Column window(g);
         for (int place = 0;;) {
             wait_for_all_but<PLACES - 2>();
             __syncwarp();
@@ -234,29 +247,32 @@ template <int H> struct Strip {
             if (piece < 0) break;
             fetch(place ? place - 1 : PLACES - 1);
             const uint4* limbs = &shared.limbs[slab][0][0][g % 2][q];
-            Sum sums[SIDE_BY_SIDE][SETS][4] = {};
-            const u32* words[Sixteen::WORDS];   // of a pair's tile that is the lane's
-            #pragma unroll
-            for (int j = 0; j < Sixteen::WORDS; ++j)
-                words[j] = reinterpret_cast<const u32*>(ring + place * PIECE + q / 2 * ROW) + window.at[j];
+            const u32* own = reinterpret_cast<const u32*>(ring + place * PIECE + q * PITCH);
+            const u32* rest = own + window.at[Column::WORDS - 1];
+            own += window.at[Column::WORDS - 2];
+            Sum sums[SIDE_BY_SIDE][4] = {};
             #pragma unroll 1
-            for (int below = 0; below < deep; ++below) {
-                multiply_rows(window, words, limbs + below * 64, b, d, sums);
+            for (int step = 2 * unit.cut.deep; step; --step) {
+                uint4 b[4];   // the limbs in columns 0 and 1, and over and over in others, whose products nobody looks at
                 #pragma unroll
-                for (int j = 0; j < Sixteen::WORDS; ++j) words[j] += 32 * ROW;
+                for (int i = 0; i < 4; ++i) b[i] = limbs[8 * i];
+                #pragma unroll
+                for (int c = 0; c < SIDE_BY_SIDE; ++c) {
+                    u32 w[Column::WORDS];
+                    load(w, own + c * Column::TILE, rest + c * Column::TILE);
+                    multiply_tile(window, w, b, sums[c]);
+                }
+                limbs += 32; own += 16 * PITCH; rest += 16 * PITCH;
             }
             place = place + 1 < PLACES ? place + 1 : 0;
             const Scale scale = shared.scales[slab];
-            float* out = shared.sums + slab * breadth * SIDE + piece / 256 * (16 * SIDE_BY_SIDE) + g;
+            float* out = shared.sums + slab * unit.cut.breadth * SIDE + piece / 256 * (16 * SIDE_BY_SIDE) + g;
             if (q == 0)
                 #pragma unroll
-                for (int c = 0; c < SIDE_BY_SIDE; ++c)
-                    #pragma unroll
-                    for (int h = 0; h < 2; ++h) {
-                        Sum high = sums[c][0][2 * h], low = sums[c][0][2 * h + 1];
-                        if (SETS > 1) { high += sums[c][SETS - 1][2 * h]; low += sums[c][SETS - 1][2 * h + 1]; }
-                        out[16 * c + 8 * h] = value(high, low, scale);
-                    }
+                for (int c = 0; c < SIDE_BY_SIDE; ++c) {
+                    out[16 * c] = value(sums[c][0], sums[c][1], scale);
+                    out[16 * c + 8] = value(sums[c][2], sums[c][3], scale);
+                }
         }
         wait_for_all_but<0>();
         __syncwarp();
@@ -281,7 +297,7 @@ __device__ __forceinline__ void begin(Shared& shared, const Unit& unit, u32* tak
 }
 
 __device__ __forceinline__ void product(Shared& shared, const Unit& unit, u32* taken) {
-    #define CASE(H) case H: Strip<H>(shared, unit, taken).product(shared, unit.cut.breadth); break;
+    #define CASE(H) case H: Strip<H>(shared, unit, taken).product(); break;
     switch (unit.linear.half_bits) { EVERY_WIDTH(CASE) }
     #undef CASE
 }

@@ -4,7 +4,7 @@
 // CODEBOOK: 0 mul1, 1 mcg, 2 3inst.
 //
 // Eight positions of the ring are what a tensor-core fragment wants from a lane: rows 2q, 2q+1, 2q+8, 2q+9 of column g, then
-// of column g + 8, where g = lane / 4 and q = lane % 4. Sixteen are a lane's and its neighbour's.
+// of column g + 8, where g = lane / 4 and q = lane % 4. Thirty-two are those of the four lanes of a g.
 
 #include "ptx.cuh"
 
