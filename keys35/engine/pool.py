@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from keys35 import errors
-from keys35.engine.task import Crew, Died, Done, Event, Failed, Ready, Task, WorkerState
+from keys35.engine.task import Crew, Died, Done, Event, Failed, Ready, Task, Warned, WorkerState
 from keys35.errors import Keys35Error, WorkerError
 
 log = logging.getLogger(__name__)
@@ -109,6 +109,8 @@ class Pool:
                 raise _as_raised(error, message, task.unit if task else "its start", slot.where)
             case Died(reason=reason):
                 self._replace(event.slot, reason)
+            case Warned(message=message):  # here it is said in whatever way this process speaks
+                log.warning("worker %s: %s", slot.where, message)
         return None
 
     def _replace(self, number: int, reason: str) -> None:

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import logging
 import os
 import signal
 import sys
@@ -46,6 +47,20 @@ def where() -> str:
     return f"{os.uname().nodename}:{os.getpid()}"
 
 
+class _Warnings(logging.Handler):
+    """Warnings as answers: the driver says them, in the way it speaks."""
+
+    def __init__(self, answer: Callable[[dict[str, Any]], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._answer = answer
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._answer({"kind": "warned", "message": record.getMessage()})
+        except OSError:
+            pass  # its driver is gone, and so will this process be
+
+
 def _tasks() -> Iterator[Task]:
     """Tasks from stdin. The process ends with its stdin, also in the middle of a task: its driver is gone."""
     lines: SimpleQueue[str] = SimpleQueue()
@@ -61,18 +76,28 @@ def _tasks() -> Iterator[Task]:
 
 
 def main() -> None:
-    """Serve tasks until stdin ends; only answers go to the pipe, whatever libraries print goes to stderr."""
+    """Serve tasks until stdin ends; answers and warnings go to the pipe, whatever libraries print goes to stderr."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which ends its workers
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    pipe = os.dup(1)
     os.dup2(2, 1)
+
+    def answer(message: dict[str, Any]) -> None:
+        line = json.dumps(message).encode() + b"\n"
+        with speaking:
+            while line:
+                line = line[os.write(pipe, line) :]
+
+    speaking = threading.Lock()
+    logging.captureWarnings(True)
+    logging.getLogger().addHandler(_Warnings(answer))
     opened: list[Work] = []
     result = attempt(lambda: opened.append(open_work(*sys.argv[1:3])))
     if result["kind"] == "failed":
-        print(json.dumps(result), file=answers)
+        answer(result)
         return
-    print(json.dumps({"kind": "ready", "where": where()}), file=answers)
+    answer({"kind": "ready", "where": where()})
     for task in _tasks():
-        print(json.dumps(attempt(lambda task=task: opened[0](task))), file=answers)
+        answer(attempt(lambda task=task: opened[0](task)))
 
 
 if __name__ == "__main__":

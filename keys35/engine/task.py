@@ -56,13 +56,21 @@ class Died:
     reason: str
 
 
-Event = Ready | Done | Failed | Died
+@dataclass(frozen=True)
+class Warned:
+    """Something in a worker warned of something; it goes on."""
+
+    slot: int
+    message: str
+
+
+Event = Ready | Done | Failed | Died | Warned
 
 
 def answer(slot: int, message: dict[str, Any]) -> Event:
-    """A worker's answer as an event: {"kind": "ready" | "done" | "failed", ...}."""
+    """A worker's answer as an event: {"kind": "ready" | "done" | "failed" | "warned", ...}."""
     fields = dict(message)
-    return {"ready": Ready, "done": Done, "failed": Failed}[fields.pop("kind")](slot, **fields)
+    return {"ready": Ready, "done": Done, "failed": Failed, "warned": Warned}[fields.pop("kind")](slot, **fields)
 
 
 class Crew(Protocol):

@@ -1,8 +1,10 @@
 """A worker's work without a model: one file per unit, written slowly enough to be killed in the middle."""
 
+import logging
 import os
 import signal
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +24,9 @@ def open_filing(root: str) -> Callable[[Task], None]:
                 raise ZeroDivisionError("a fault")
             case "grow":
                 raise MemoryError("Unable to allocate 9 TiB")
+            case "warn":
+                logging.getLogger("keys35.exl3").warning("%s has no usable Hessian", task.unit)
+                warnings.warn("divided by zero", RuntimeWarning, stacklevel=1)
             case "die":
                 os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(task.arguments.get("seconds", 0))

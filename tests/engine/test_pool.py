@@ -47,6 +47,21 @@ def test_every_task_is_done_once_by_workers_in_their_own_environment(tmp_path: P
     assert sum(state.done for state in states) == 12 and all(state.deaths == 0 for state in states)
 
 
+def test_what_a_worker_warns_of_is_said_by_the_driver(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In its way of speaking: on a worker's stderr it would be plain text among lines of JSON."""
+    with open_pool(crew(tmp_path, 1), lambda *_: None) as pool:
+        for unit in ("a", "b"):
+            pool.submit(Task(unit, {"do": "warn"}))
+        assert drain(pool) == ["a", "b"]
+        where = pool.workers()[0].where
+    said = [record.getMessage() for record in caplog.records]
+    assert [f"worker {where}: {unit} has no usable Hessian" in said for unit in "ab"] == [True, True]
+    assert sum("divided by zero" in line for line in said) == 1, "Python warns once of a place"
+    assert "Hessian" not in capfd.readouterr().err
+
+
 def test_workers_killed_twenty_times_at_random_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "DEATHS_PER_TASK", 21)
     chance, begun = random.Random(35), []
