@@ -113,6 +113,8 @@ def _domain_weights(work: Workdir) -> tuple[dict[str, list[float]], dict[str, fl
     shares = [share / sum(data["shares"]) for share in data["shares"]]
     weights = {layer: [share * a for share, a in zip(shares, alpha, strict=True)]
                for layer, alpha in data["alpha"].items()}
+    if "beyond" not in data:  # a directory of an earlier version is still reported, though its job is refused
+        return weights, {}
     beyond = sum(share * nats for share, nats in zip(shares, data["beyond"], strict=True))
     return weights, {"beyond": _short(beyond)}
 

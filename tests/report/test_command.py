@@ -30,6 +30,16 @@ def test_a_work_directory(finished, tmp_path):
     assert (work / "report.html").is_file() and digest(finished.out) == before
 
 
+def test_a_work_directory_of_an_earlier_version(finished, tmp_path):
+    work = shutil.copytree(finished.work, tmp_path / "work")
+    receipt = work / "receipts/measure/sensitivity.json"
+    stored = json.loads(receipt.read_text())
+    del stored["data"]["beyond"]
+    receipt.write_text(json.dumps(stored))
+    done = report(work)
+    assert done.exit_code == 0, done.output
+
+
 def test_a_publisher_adds_time_and_source(finished, tmp_path):
     out = shutil.copytree(finished.out, tmp_path / "out")
     done = report(out, "--work", finished.work, "--base-model", "owner/model")
