@@ -156,6 +156,8 @@ def report(
     from keys35.report.html import is_work, write_making, write_report, write_work_report
 
     if is_work(path):
+        if work or base_model:
+            raise typer.BadParameter(f"--work and --base-model are of a checkpoint, {path} is a work directory")
         written = [write_work_report(path)]
     else:
         if work or base_model:

@@ -115,6 +115,8 @@ def write_json(path: Path, value: Any) -> None:
 
 def read_json(path: Path, error: type[Keys35Error] = ResumeError, remedy: str = REDO) -> Any:
     """Read a whole JSON file; raises `error` with `remedy` if it is missing, cut, or has bytes after it."""
+    if not os.path.lexists(path):
+        raise error(f"{path}: is missing; {remedy.removeprefix('delete it and ')}")
     try:
         fd = open_regular(path)
         with os.fdopen(fd, "rb") as file:

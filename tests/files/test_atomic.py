@@ -50,6 +50,9 @@ def test_damaged_json_names_file_and_remedy(tmp_path: Path, damage: Any) -> None
     with pytest.raises(ResumeError, match=r"job\.json: is not complete JSON.*delete it and run"):
         read_json(path)
     path.unlink()
+    with pytest.raises(ResumeError, match=r"job\.json: is missing; run the same command again"):
+        read_json(path)
+    path.mkdir()
     with pytest.raises(ResumeError, match=r"job\.json: cannot be read"):
         read_json(path)
 

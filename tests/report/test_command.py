@@ -51,9 +51,16 @@ def test_a_publisher_adds_time_and_source(finished, tmp_path):
     assert report(out).exit_code == 0 and (out / "README.md").read_text() == text
 
 
+def test_what_is_of_a_checkpoint_is_not_ignored_for_a_work_directory(tiny):
+    for option in (("--base-model", "owner/model"), ("--work", tiny.work)):
+        done = report(tiny.work, *option)
+        assert done.exit_code == 2 and "is a work directory" in " ".join(done.output.replace("│", "").split())
+
+
 def test_neither(tmp_path):
     done = report(tmp_path, "--base-model", "owner/model")
     assert isinstance(done.exception, ContractError) and "give a work directory" in str(done.exception)
+    assert str(done.exception).count(str(tmp_path)) == 1, "the path is said once"
     assert not list(tmp_path.iterdir())
 
 
