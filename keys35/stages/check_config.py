@@ -89,8 +89,13 @@ def _storage_faults(point: Checkpoint, storage: Any) -> Iterator[tuple[str, str]
         yield "tensor_storage", "is missing or malformed"
         return
     listed: dict[str, Any] = {}
-    for module in modules:
-        listed |= module["stored_tensors"]
+    for module, block in storage.items():
+        listed |= block["stored_tensors"]
+        yield from ((name, f"is listed under {module}") for name in block["stored_tensors"]
+                    if name.rpartition(".")[0] != module)
+    yield from ((module, f"is listed as {block['quant_format']}, but is not encoded")
+                for module, block in storage.items()
+                if "quant_format" in block and exl3_parts(module)["trellis"] not in point.stored.tensors)
     actual = {name: {"shape": list(tensor.entry.shape), "n_bytes": tensor.entry.nbytes,
                      "dtype": str(TORCH_DTYPE[tensor.entry.dtype])}
               for name, tensor in point.stored.tensors.items() if tensor.entry.dtype in TORCH_DTYPE}
