@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from keys35.errors import RankError, ResumeError
+from keys35.errors import RankError, ResumeError, SourceError
 from keys35.files.atomic import load_tensors, read_json, save_tensors, sha256_file, write_json
 from keys35.glm.names import FINAL_NORM, HEAD, rank_range
 from keys35.glm.stream import Head, embed, mtp, trunk
@@ -68,7 +68,8 @@ class Reference:
 def make_reference(store: WeightStore, panel: Panel, root: Path, *, repeat: bool = True) -> Reference:
     """Stream the source over the panel and keep its final states; `repeat` does it twice for a noise floor.
 
-    An existing reference of the same source and panel is reused. The noise floor is the mean KL and the share
+    An existing reference of the same source and panel is reused. SourceError if the source gives values that are not
+    finite: every number would be NaN. The noise floor is the mean KL and the share
     of changed top-1 tokens between two passes of the same weights: a smaller difference is not a difference.
     """
     panel.check_vocabulary(store.config.vocab_size)
@@ -80,9 +81,11 @@ def make_reference(store: WeightStore, panel: Panel, root: Path, *, repeat: bool
             return Reference(root, facts)
     root.mkdir(parents=True, exist_ok=True)
     (root / "reference.json").unlink(missing_ok=True)
+    heads = _heads(store)
     states = _pass(store, panel)
+    _refuse_infinite(store, panel, states)
     hashes = [save_tensors(_window_file(root, window), tensors) for window, tensors in enumerate(states)]
-    head = _save_heads(store, root, states[0].keys())
+    head = save_tensors(root / "head.safetensors", heads)
     noise = _noise(store, panel, states, _pass(store, panel)) if repeat else None
     facts = wanted | {
         "states": sorted(states[0]),
@@ -118,13 +121,30 @@ def _pass(store: WeightStore, panel: Panel) -> list[dict[str, Tensor]]:
     return states
 
 
-def _save_heads(store: WeightStore, root: Path, kinds: Any) -> str:
-    """Norms and head with the states, so that scoring needs neither the source nor the checkpoint's word."""
-    last = store.config.num_hidden_layers
-    norms = {"hidden": FINAL_NORM, "mtp": f"model.layers.{last}.shared_head.norm.weight"}
-    tensors = {f"norm.{kind}": store.source.read(norms[kind]) for kind in kinds}
-    tensors["weight"] = store.source.read(store.rules[HEAD].source)
-    return save_tensors(root / "head.safetensors", tensors)
+def _refuse_infinite(store: WeightStore, panel: Panel, states: list[dict[str, Tensor]]) -> None:
+    windows = [window for window, tensors in enumerate(states) if not _finite(tensors)]
+    if windows:
+        names = ", ".join(f"{window} ({panel.domains[window]})" for window in windows[:5])
+        raise SourceError(
+            f"{store.source.root} gives values that are not finite in {len(windows)} of {len(states)} windows of panel "
+            f"'{panel.name}', such as {names}; `keys35 plan SOURCE --recipe R --scan` tells whether its weights are "
+            "finite, and if they are, leave that text out"
+        )
+
+
+def _finite(tensors: dict[str, Tensor]) -> bool:
+    return all(bool(tensor.isfinite().all()) for tensor in tensors.values())
+
+
+def _heads(store: WeightStore) -> dict[str, Tensor]:
+    """Norms and head, which lie with the states, so that scoring needs neither the source nor the checkpoint's word."""
+    names = {"norm.hidden": FINAL_NORM, "weight": store.rules[HEAD].source}
+    if store.config.num_nextn_predict_layers:
+        names["norm.mtp"] = f"model.layers.{store.config.num_hidden_layers}.shared_head.norm.weight"
+    tensors = {name: store.source.read(source) for name, source in names.items()}
+    if broken := [names[name] for name, tensor in tensors.items() if not _finite({name: tensor})]:
+        raise SourceError(f"{store.source.root}: {', '.join(broken)} is not finite; fetch it again")
+    return tensors
 
 
 def _noise(

@@ -3,8 +3,9 @@ import shutil
 import pytest
 import torch
 from builders_exl3 import DEMO, demo_config, demo_windows
+from safetensors.torch import load_file, save_file
 
-from keys35.errors import RankError, RecipeError
+from keys35.errors import RankError, RecipeError, SourceError
 from keys35.files.source import ShardedSource
 from keys35.glm.stream import Head, embed, trunk
 from keys35.glm.weights import WeightStore
@@ -69,3 +70,22 @@ def test_a_model_without_mtp_has_a_reference_too(tmp_path, panel):
     store = WeightStore(ShardedSource.open(DEMO / "model"), demo_config().from_dict(config))
     reference = make_reference(store, panel, tmp_path, repeat=False)
     assert reference.facts["states"] == ["hidden"] and reference.facts["noise"] is None
+
+
+@pytest.mark.parametrize(("name", "words"), [
+    ("model.norm.weight", "model.norm.weight is not finite; fetch it again"),
+    ("model.layers.1.post_attention_layernorm.weight", r"not finite in 1 of 1 windows.*such as 0 \(prose\)"),
+])
+def test_a_source_that_is_not_finite_is_no_reference(tmp_path, name, words):
+    """Every figure was NaN, in a JSON file that only Python reads, and its page ended in a ValueError."""
+    source = shutil.copytree(DEMO / "model", tmp_path / "source")
+    for path in source.glob("*.safetensors"):
+        tensors = load_file(path)
+        if name in tensors:
+            tensors[name][3] = torch.nan
+            save_file(tensors, path)
+    store = WeightStore(ShardedSource.open(source), demo_config())
+    panel = Panel.of("short", demo_windows("eval-prose.txt", 1, 30), ["prose"])
+    with pytest.raises(SourceError, match=words):
+        make_reference(store, panel, tmp_path / "reference")
+    assert not (tmp_path / "reference/reference.json").exists()
