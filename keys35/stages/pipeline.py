@@ -15,7 +15,7 @@ from keys35.stages.feasible import refuse_uncut
 from keys35.stages.job import Job
 from keys35.stages.measure import measure
 from keys35.stages.quantize import quantize
-from keys35.stages.validate import Validation, held_out_panel, ranks_ahead
+from keys35.stages.validate import Validation, held_out_panel, ranks_ahead, refuse_read_panel
 from keys35.stages.workers import Workers
 
 
@@ -29,6 +29,7 @@ def run(
     """
     refuse_uncut(job.rules.values())
     prepare(job, out)  # foreign files and too little text are better known now than at the end
+    refuse_read_panel(job.recipe, job.folder)
     held_out_panel(job.source.root, job.config, job.recipe)
     measure(job, progress, workers)
     allocation = allocate(job)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from keys35.calibration.text import load_text_set
 from keys35.errors import Keys35Error
 from keys35.exl3.viterbi import get_backend, prepare
 from keys35.files.atomic import free_bytes, read_json
@@ -23,7 +22,7 @@ from keys35.stages.needs import device_bytes, host_bytes, work_parts
 from keys35.stages.profile import ProfileCost, profile_costs, profile_rules
 from keys35.stages.projection import Projection, encoder_passes, projected, simulated_hours
 from keys35.stages.sizes import ClassSize, class_sizes
-from keys35.stages.validate import held_out_panel
+from keys35.stages.validate import held_out_panel, refuse_read_panel
 
 PROBE_TILES = 256
 RATES = "encoder-h200.json"
@@ -139,7 +138,7 @@ def plan(source: Path, recipe: Recipe, work: Path | None = None, tp: int = 4, ke
         weights_to_encode=_weights_to_encode(rules, config, recipe),
         backend=backend,
         weights_per_second=rate,
-        missing=tuple(_missing(opened, config, recipe, rules)),
+        missing=tuple(dict.fromkeys(_missing(opened, config, recipe, rules))),
         foregone=_foregone(recipe),
         measured=measured_rate(),
         projection=projected(config, recipe),
@@ -154,7 +153,7 @@ def _missing(
     asked = (
         lambda: refuse_unfinishable(source),
         lambda: refuse_uncut(rules),
-        lambda: load_text_set(recipe.calibration.set).only(recipe.calibration.domains),
+        lambda: refuse_read_panel(recipe),
         lambda: held_out_panel(source.root, config, recipe),
     )
     for ask in asked:

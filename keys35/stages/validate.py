@@ -164,6 +164,24 @@ def _panel_of(out: Path, reference: Path, config: GlmConfig, recipe: Recipe) -> 
                           "the folder where the job was begun, or judge it on a text of yours with --panel") from None
 
 
+def refuse_read_panel(recipe: Recipe, folder: Path = Path()) -> None:
+    """Refuse (PlanError) a panel on text that calibration reads: what it says of a checkpoint would be too good.
+
+    Two domains read the same text if they have a file in common, but for one's "calibration" and the other's "report"
+    part. folder: where the calibration set lies if it is named by a relative path.
+    """
+    calibration, panel = load_text_set(recipe.calibration.set, folder), load_text_set(recipe.panel.set)
+    for read in calibration.only(recipe.calibration.domains).domains:
+        for judge in panel.domains:
+            common = {file.resolve() for file in read.files} & {file.resolve() for file in judge.files}
+            if common and {read.part, judge.part} != {"calibration", "report"}:
+                raise PlanError(
+                    f"the panel '{recipe.panel.set}' judges on text that calibration reads: {min(common)}, in its "
+                    f"domain '{judge.name}' and the calibration's '{read.name}'. Choose other text for one of them, or "
+                    'give those domains part = "calibration" and part = "report"'
+                )
+
+
 def held_out_panel(reference: Path, config: GlmConfig, recipe: Recipe) -> Panel:
     """The recipe's panel text, tokenized by the checkpoint's own tokenizer; raises PlanError if it is too short."""
     text = load_text_set(recipe.panel.set)

@@ -170,6 +170,27 @@ def test_a_random_mix_is_announced_before_hours_are_spent_on_costs(source, exper
     assert words is None or re.search(words, found.foregone)
 
 
+def test_a_panel_on_text_that_calibration_reads_is_refused(source, small, tmp_path):
+    def asked(calibration, panel):
+        paths = {}
+        for name, part in (("calibration", calibration), ("panel", panel)):
+            paths[name] = tmp_path / f"{name}.toml"
+            paths[name].write_text('version = 1\n[[domain]]\nname = "a"\nshare = 1\ndocuments = "line"\n'
+                                   f'files = ["text.txt"]\npart = "{part}"\n')
+        sets = {name: {"set": str(path)} for name, path in paths.items()}
+        return small_recipe(**{name: small.model_dump()[name] | value for name, value in sets.items()})
+
+    (tmp_path / "text.txt").write_text("".join(f"The {n}th of many lines of text. " * 4 + "\n" for n in range(900)))
+    for parts in (("all", "all"), ("report", "report"), ("calibration", "all")):
+        [refusal] = plan(source, asked(*parts)).missing
+        assert "judges on text that calibration reads" in refusal and "text.txt" in refusal
+        with open_job(source, asked(*parts), tmp_path / f"work-{parts}") as job:
+            with pytest.raises(PlanError, match="judges on text that calibration reads"):
+                run(job, tmp_path / "out", Progress(job.work), tp=1)
+            assert job.work.units() == []
+    assert plan(source, asked("calibration", "report")).missing == () == plan(source, small).missing
+
+
 def test_a_link_that_cannot_be_carried_begins_no_job(source, small, tmp_path):
     for name, target in (("outside", __file__), ("nothing", "no-such-file")):
         copy = Path(shutil.copytree(source, tmp_path / name))
