@@ -187,7 +187,7 @@ def choose_device(name: str, local_rank: int, local_world: int) -> torch.device:
     if name == "auto":
         name = "cuda" if count >= local_world else "cpu"
     if name == "cuda" and not count:
-        raise RankError(f"no GPU is visible, and {local_world} rank(s) need a GPU each or one to share; use --device cpu")
+        raise RankError(f"no GPU is visible; {local_world} rank(s) need a GPU each or share one: use --device cpu")
     return torch.device("cuda", local_rank % count) if name == "cuda" else torch.device(name)
 
 
