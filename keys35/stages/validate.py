@@ -51,8 +51,16 @@ def validate(
     Raises RankError (also when ranks and one process disagree), SourceError, PlanError, and ResumeError when another
     process uses `scratch`.
     """
+    _require_writable(out)
     with held(scratch), ranks_ahead(scratch, tp) as group:
         return Validation(out, reference, recipe, tp, scratch, group, progress).finish(progress)
+
+
+def _require_writable(out: Path) -> None:
+    """Known before anything begins, and not when the ranks are done."""
+    if not os.access(out, os.W_OK):
+        raise PlanError(f"{out} cannot be written, and {QUALITY} goes there: make it writable, or give a text with "
+                        "--panel, whose results go to --scratch")
 
 
 @contextmanager
@@ -76,9 +84,7 @@ class Validation:
         progress: Progress,
     ) -> None:
         """Make the reference and give the ranks their jobs."""
-        if not os.access(out, os.W_OK):  # known now, and not when the ranks are done
-            raise PlanError(f"{out} cannot be written, and {QUALITY} goes there: make it writable, or give a text with "
-                            "--panel, whose results go to --scratch")
+        _require_writable(out)
         source = ShardedSource.open(reference, fp8=None)  # what FP8 lost may be judged against BF16
         refuse_encoded(source.config, reference)
         config = GlmConfig.from_dict(source.config, mtp_hidden=recipe.mtp.hidden)
