@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..precision import vector_sum
 from .hadamard import BLOCK, rotate_in, rotate_out
 
 _TILE_SCALE = {
@@ -116,8 +117,15 @@ def regularise(
         su = su * input_power.clamp(min=1e-3 * input_power.mean()).pow(-powers.inputs)
     weight = weight * _inverse(su)[:, None]
     # a factor common to a block of columns costs nothing, and lets one scale fit all its tiles
-    blocks = weight.view(len(weight), -1, BLOCK).square().mean((0, 2)).sqrt().repeat_interleave(BLOCK)
+    blocks = _block_power(weight).sqrt().repeat_interleave(BLOCK)
     return Regularised(rotate_in(weight * _inverse(blocks)), su, sv * blocks, exponent)
+
+
+def _block_power(weight: Tensor) -> Tensor:
+    """The mean square (n/128,) of each 128 columns of (k, n), the same bits for any count of threads."""
+    if weight.shape[1] == BLOCK:  # the only sum of its kind: torch shares it out
+        return vector_sum(weight.square().flatten())[None] / weight.numel()
+    return weight.view(len(weight), -1, BLOCK).square().mean((0, 2))
 
 
 def to_half(su: Tensor, sv: Tensor, exponent: Tensor) -> tuple[Tensor, Tensor]:
