@@ -5,16 +5,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from keys35.calibration.solve import ridge_fit, ridged, solve
+from keys35.calibration.solve import can_be_fitted, probes, ridge_fit, ridged, solve
 from keys35.calibration.statistics import MoeRows, inner, row_weights
 from keys35.precision import short_products, vector_sum, whole_products
 from keys35.recipe import Calibration
 
 ROWS_PER_FEATURE = 32  # rows of an expert that are enough for its fit: 8 leave 3 % more error on rows held out
-LEAST_ROWS = 0.25  # per feature: with fewer there is nothing to fit
 RIDGES = (0.1, 0.3, 1.0, 3.0)  # shares of the mean diagonal that hold a fit near the source's weights
 BLOCK = 64  # neighbouring rows are of one text: halves are made of blocks
-PROBES = 256  # outputs that are enough to tell which ridge is best
 
 
 def corrected_downs(
@@ -34,7 +32,7 @@ def corrected_downs(
     index, router = index[::step], router[::step].to(down.device)
     weight = row_weights(router, choice)
     total = vector_sum(weight)
-    if len(index) < max(2, LEAST_ROWS * len(down)) or not total > 0:
+    if not can_be_fitted(down, len(index)) or not total > 0:
         return dict.fromkeys(lossy, down)
     x = rows.x[index].to(down.device).float()
     root = (weight / total).sqrt()[:, None]
@@ -69,7 +67,7 @@ def _gains(grams: Tensor, matches: Tensor, down: Tensor) -> Tensor:
 
     Some of the outputs stand for all.
     """
-    right = matches @ down[:, :: max(1, down.shape[1] // PROBES)]
+    right = matches @ probes(down)
     with whole_products():
         fits = solve(torch.stack([ridged(grams, ridge) for ridge in RIDGES]), right.expand(len(RIDGES), *right.shape))
     gains = (fits * (2 * right.flip(0) - grams.flip(0) @ fits)).sum((1, 2, 3), dtype=torch.float64)

@@ -5,12 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from keys35.calibration.solve import ridge_fit
+from keys35.calibration.solve import can_be_fitted, probes, ridge_fit
 from keys35.precision import whole_products
 
 RIDGES = (0.03, 0.1, 0.3, 1.0, 3.0)  # shares of the mean diagonal that hold a fit near the source's weights
-LEAST_ROWS = 0.25  # per feature: with fewer there is nothing to fit
-PROBES = 256  # outputs that are enough to tell which ridge and share are best
 
 
 class PairedInputs:
@@ -47,11 +45,11 @@ class PairedInputs:
         the rows does best on the other half, in some of the outputs; the weight stays as it is where none does good, or
         with hardly any rows.
         """
-        if self.rows < max(2, LEAST_ROWS * len(weight)):
+        if not can_be_fitted(weight, self.rows):
             return weight
         grams, crosses = zip(*self._sums, strict=True)
-        probes = weight[:, :: max(1, weight.shape[1] // PROBES)]
-        matches = [cross @ probes for cross in crosses]
+        some = probes(weight)
+        matches = [cross @ some for cross in crosses]
         best = max((self._judged(ridge, grams, matches) for ridge in RIDGES), key=lambda found: found[0])
         gain, share, ridge = best
         if not gain > 0:

@@ -6,6 +6,18 @@ from torch import Tensor
 from keys35.precision import cholesky
 
 BLOCK = 256
+PROBES = 256  # outputs that are enough to tell which fit of a linear is best
+LEAST_ROWS = 0.25  # per feature: with fewer there is nothing to fit
+
+
+def can_be_fitted(weight: Tensor, rows: int) -> bool:
+    """Whether there are enough rows for a fit of a weight (in, out)."""
+    return rows >= max(2, LEAST_ROWS * len(weight))
+
+
+def probes(weight: Tensor) -> Tensor:
+    """Some of the outputs of a weight (in, out), evenly spread, which stand for all of them."""
+    return weight[:, :: max(1, weight.shape[1] // PROBES)]
 
 
 def ridged(grams: Tensor, ridge: float) -> Tensor:

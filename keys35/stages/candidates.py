@@ -111,42 +111,30 @@ class MixStore(WeightStore):
         return matrices
 
 
-class Simulated(Mapping[str, Tensor]):
-    """Matrices (in, out) of a layer's simulated experts that are kept, float32 on the job's device when asked for.
-
-    By relative module name; raises ResumeError when a unit is missing or its file damaged.
-    """
-
-    def __init__(self, job: Job, layer: int):
-        self._device = job.device
-        units = [unit for unit in expert_units(job, layer) if weighed(job, unit)]
-        stored = [load_recorded(job, unit.name, unit.simulated_file(job)) for unit in units]
-        self._parts = {name.split(".", 3)[3]: part for tensors in stored for name, part in tensors.items()}
-
-    def __getitem__(self, module: str) -> Tensor:
-        return self._parts[module].to(self._device).float()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parts)
-
-    def __len__(self) -> int:
-        return len(self._parts)
-
-
 class Floats(Mapping[str, Tensor]):
-    """Matrices that are held in another dtype, float32 when asked for."""
+    """Matrices that are held in another dtype or elsewhere, float32 on a device when asked for."""
 
-    def __init__(self, held: Mapping[str, Tensor]):
-        self._held = held
+    def __init__(self, held: Mapping[str, Tensor], device: torch.device):
+        self._held, self._device = held, device
 
     def __getitem__(self, module: str) -> Tensor:
-        return self._held[module].float()
+        return self._held[module].to(self._device).float()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._held)
 
     def __len__(self) -> int:
         return len(self._held)
+
+
+def simulated(job: Job, layer: int) -> Floats:
+    """Matrices (in, out) of a layer's simulated experts that are kept, on the job's device when asked for.
+
+    By relative module name; raises ResumeError when a unit is missing or its file damaged.
+    """
+    units = [unit for unit in expert_units(job, layer) if weighed(job, unit)]
+    stored = [load_recorded(job, unit.name, unit.simulated_file(job)) for unit in units]
+    return Floats({name.split(".", 3)[3]: part for tensors in stored for name, part in tensors.items()}, job.device)
 
 
 class Doubled(Mapping[str, Tensor]):

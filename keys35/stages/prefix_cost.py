@@ -4,7 +4,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from keys35.calibration.correction import PROBES, RIDGES
+from keys35.calibration.correction import RIDGES
+from keys35.calibration.solve import PROBES
 from keys35.glm.config import GlmConfig
 from keys35.glm.names import Role, TensorRule
 from keys35.recipe import Recipe

@@ -16,7 +16,7 @@ from keys35.calibration.windows import Windows
 from keys35.glm.stream import Head
 from keys35.glm.weights import Keep, Overlay, StoredLayer, WeightStore
 from keys35.recipe import Recipe
-from keys35.stages.candidates import Candidates, Doubled, Floats, Simulated
+from keys35.stages.candidates import Candidates, Doubled, Floats, simulated
 from keys35.stages.capture import READERS
 from keys35.stages.dropped import dropped_anywhere, left
 from keys35.stages.job import Job
@@ -155,7 +155,7 @@ def _in_place_of(weights: StoredLayer, lossy: Mapping[str, Tensor], device: torc
     for module in lossy:
         weights.forget(module)
         held[module] = lossy[module].to(device, torch.bfloat16)
-    return Floats(held)
+    return Floats(held, device)
 
 
 def _read(job: Job, store: WeightStore, layer: int, width: int) -> tuple[StoredLayer, Mapping[str, Tensor] | None]:
@@ -163,7 +163,7 @@ def _read(job: Job, store: WeightStore, layer: int, width: int) -> tuple[StoredL
     weights = store.layer(layer, Keep.PACKED)
     lossy, hold = None, None
     if layer in job.config.moe_layers and is_predicted(job, layer):
-        lossy = Simulated(job, layer)
+        lossy = simulated(job, layer)
     elif layer in job.config.moe_layers:
         candidates = Candidates(job, layer)
         lossy, hold = candidates.decoded([width] * job.experts), partial(candidates.hold, width)
