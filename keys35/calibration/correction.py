@@ -1,6 +1,7 @@
 """What a linear should be on the inputs that a quantized prefix gives it: it takes back what it can of their errors."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,50 +12,74 @@ from keys35.precision import whole_products
 RIDGES = (0.03, 0.1, 0.3, 1.0, 3.0)  # shares of the mean diagonal that hold a fit near the source's weights
 
 
+@dataclass(frozen=True)
+class _Sums:
+    """Over half of the rows; lost is None where nothing is missing beside the linear's own error."""
+
+    gram: Tensor
+    cross: Tensor
+    lost: Tensor | None
+
+    @classmethod
+    def zeros(cls, rows: Tensor, missing: Tensor | None) -> "_Sums":
+        square = rows.shape[1], rows.shape[1]
+        lost = None if missing is None else missing.new_zeros(rows.shape[1], missing.shape[1])
+        return cls(rows.new_zeros(square), rows.new_zeros(square), lost)
+
+    def match(self, weight: Tensor, some: Callable[[Tensor], Tensor] = lambda whole: whole) -> Tensor:
+        """q^T times what the outputs, or some of them, are to gain, (in, out)."""
+        found = self.cross @ some(weight)
+        return found if self.lost is None else found + some(self.lost)
+
+
 class PairedInputs:
     """Sums over the inputs of a linear for the same tokens: x of the source's prefix, q of the quantized one.
 
     Kept in two halves of the tokens, so that each judges what was fitted on the other: q^T q and q^T (x - q), float32
-    (in, in).
+    (in, in), and q^T r, float32 (in, out), where the linear is to make up for r besides.
     """
 
     def __init__(self) -> None:
-        self._sums: list[tuple[Tensor, Tensor]] = []
+        self._sums: list[_Sums] = []
         self.rows = 0
 
-    def add(self, source: Tensor, found: Tensor, half: Tensor) -> None:
-        """Rows x and q (n, in), multiplied by the root of what they count for; half bool (n,)."""
+    def add(self, source: Tensor, found: Tensor, half: Tensor, missing: Tensor | None = None) -> None:
+        """Rows x and q (n, in), multiplied by the root of what they count for; half bool (n,).
+
+        missing (n, out), multiplied alike: what the state that the linear's output is added to lacks there, r.
+        """
         if not self._sums:
-            size = found.shape[1]
-            self._sums = [(found.new_zeros(size, size), found.new_zeros(size, size)) for _ in range(2)]
+            self._sums = [_Sums.zeros(found, missing) for _ in range(2)]
         self.rows += len(found)
         with whole_products():  # a forward pass that is watched may be in short ones
-            for side, (gram, cross) in zip((half, ~half), self._sums, strict=True):
+            for side, sums in zip((half, ~half), self._sums, strict=True):
                 q = found[side]
-                gram += q.T @ q
-                cross += q.T @ (source[side] - q)
+                sums.gram.addmm_(q.T, q)
+                sums.cross.addmm_(q.T, source[side] - q)
+                if missing is not None:
+                    sums.lost.addmm_(q.T, missing[side])
 
     def hessian(self) -> Tensor:
         """Mean of q q^T over all rows, float32 (in, in)."""
-        return (self._sums[0][0] + self._sums[1][0]) / self.rows
+        return (self._sums[0].gram + self._sums[1].gram) / self.rows
 
     def corrected(self, weight: Tensor) -> Tensor:
-        """The weight (in, out) to encode: weight + share (q^T q + ridge)^-1 q^T (x - q) weight.
+        """The weight (in, out) to encode: weight + share (q^T q + ridge)^-1 q^T ((x - q) weight + r).
 
-        With it the linear's output on q is nearest to the source's on x. Ridge and share are those whose fit to half of
-        the rows does best on the other half, in some of the outputs; the weight stays as it is where none does good, or
-        with hardly any rows.
+        With it the output on q is nearest to the source's on x, and to what is missing beside it. Ridge and share are
+        those whose fit to half of the rows does best on the other half, in some of the outputs; the weight stays as it
+        is where none does good, or with hardly any rows.
         """
         if not can_be_fitted(weight, self.rows):
             return weight
-        grams, crosses = zip(*self._sums, strict=True)
-        some = probes(weight)
-        matches = [cross @ some for cross in crosses]
+        grams = [sums.gram for sums in self._sums]
+        matches = [sums.match(weight, probes) for sums in self._sums]
         best = max((self._judged(ridge, grams, matches) for ridge in RIDGES), key=lambda found: found[0])
         gain, share, ridge = best
         if not gain > 0:
             return weight
-        return weight + share * ridge_fit(grams[0] + grams[1], (crosses[0] + crosses[1]) @ weight, ridge)
+        match = sum(sums.match(weight) for sums in self._sums)
+        return weight + share * ridge_fit(grams[0] + grams[1], match, ridge)
 
     @staticmethod
     def _judged(ridge: float, grams: Sequence[Tensor], matches: Sequence[Tensor]) -> tuple[float, float, float]:

@@ -51,7 +51,7 @@ def decoder_layer(
 
 
 @torch.no_grad()
-def mlp_inputs(
+def behind_attention(
     config: GlmConfig,
     layer: int,
     weights: LayerWeights,
@@ -60,10 +60,16 @@ def mlp_inputs(
     *,
     observer: Observer | None = None,
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """The first half of a layer: what its MLP or router is given (S, d) per window, and the selections."""
+    """The first half of a layer: the states (S, d) that its MLP is added to, and the selections."""
     block = Block(config, layer, weights, observer or Observer(), sum_shares)
     states, chosen, _ = _attended(block, windows, selections, None)
-    return [block.norm("post_attention_layernorm", x) for x in states], chosen
+    return states, chosen
+
+
+@torch.no_grad()
+def mlp_inputs(config: GlmConfig, layer: int, weights: LayerWeights, states: Tensor) -> Tensor:
+    """What a layer's MLP or router is given (N, d), from the states behind its attention."""
+    return Block(config, layer, weights, Observer(), sum_shares).norm("post_attention_layernorm", states)
 
 
 def _attended(

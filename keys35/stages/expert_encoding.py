@@ -47,17 +47,21 @@ class LayerRows:
 class PrefixRows:
     """What experts are encoded on behind a quantized prefix: tokens as that routes them, and the source's inputs there.
 
-    fit.x and source (T, d): inputs of the same tokens in both; half bool (T,): which of them check the others' fit.
+    fit.x and source (T, d): inputs of the same tokens in both; fit.weights: what an expert's output counts for, by the
+    router and the state that it is added to; missing (T, d): what the outputs are to make up for; half bool (T,): which
+    tokens check the others' fit.
     """
 
     fit: MoeRows
     source: Tensor
+    missing: Tensor
     half: Tensor
     hessian: Tensor  # mean x x^T of the layer's MoE input over all tokens
 
     def to(self, device: torch.device) -> "PrefixRows":
         """The same rows on a device."""
-        return PrefixRows(self.fit.to(device), *(part.to(device) for part in (self.source, self.half, self.hessian)))
+        parts = (self.source, self.missing, self.half, self.hessian)
+        return PrefixRows(self.fit.to(device), *(part.to(device) for part in parts))
 
 
 def expert_names(layer: int, expert: int) -> list[str]:
@@ -127,17 +131,18 @@ def _corrected(
 def _paired(
     job: Job, rows: PrefixRows, expert: int, weights: Weights, lossy: tuple[Tensor, Tensor] | None = None
 ) -> PairedInputs:
-    """An expert's inputs in both prefixes; with gate and up as they were encoded, its down projection's."""
+    """An expert's inputs in both prefixes; with gate and up as they were encoded, its down projection's and more."""
     index, router = rows.fit.of(expert)
     device, sums = weights[0].device, PairedInputs()
     weight = row_weights(router.to(device), job.recipe.calibration)
     if not vector_sum(weight) > 0:
         return sums
-    source, found = (x[index].to(device).float() for x in (rows.source, rows.fit.x))
+    source, found, missing = (x[index].to(device).float() for x in (rows.source, rows.fit.x, rows.missing))
+    root, half = (weight / vector_sum(weight)).sqrt()[:, None], rows.half[index].to(device)
     if lossy:
-        source, found = inner(source, *weights[:2]), inner(found, *lossy)
-    root = (weight / vector_sum(weight)).sqrt()[:, None]
-    sums.add(source * root, found * root, rows.half[index].to(device))
+        sums.add(inner(source, *weights[:2]) * root, inner(found, *lossy) * root, half, missing * root)
+    else:
+        sums.add(source * root, found * root, half)
     return sums
 
 

@@ -41,7 +41,7 @@ def prefix_bytes(config: GlmConfig, recipe: Recipe) -> tuple[int, int]:
     """States and rows of the fit windows with a quantized prefix: of two layers and of one, in both streams."""
     fit = recipe.calibration.fit_windows * recipe.calibration.window
     value, routing = config.hidden_size * _value(recipe), config.num_experts_per_tok * (FLOAT + INDEX)
-    rows = fit * (2 * value + routing + 1) + FLOAT * config.hidden_size**2
+    rows = fit * (3 * value + routing + 1) + FLOAT * config.hidden_size**2
     return 2 * 2 * fit * (value + recipe.calibration.window // 8), rows
 
 
@@ -104,7 +104,10 @@ def host_bytes(largest: int, config: GlmConfig, recipe: Recipe) -> int:
     routing = tokens(recipe) * config.num_experts_per_tok * (FLOAT + 2 * INDEX)
     at_once = max(1, WINDOWS_AT_ONCE_TOKENS // recipe.calibration.window) * recipe.calibration.window
     copies = (len(config.moe_layers) + 2) * at_once * config.hidden_size * FLOAT
-    behind = sum(prefix_bytes(config, recipe)) if recipe.encoder.prefix == "quantized" else 0
+    behind = 0
+    if recipe.encoder.prefix == "quantized":  # one layer's states beside its rows
+        of_two, rows = prefix_bytes(config, recipe)
+        behind = of_two // 2 + rows
     return max(2 * states + routing, copies, behind) + passing
 
 

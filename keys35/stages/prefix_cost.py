@@ -14,6 +14,7 @@ HALVES, FLOAT_BYTES = 2, 4
 STREAMS = 2  # the source's states and those of the encoded model
 ATTENTION_PASSES = 4  # each up to the MLP: for three groups of attention's linears, and for what the MLP is given
 JOINED = ("kv_a_proj_with_mqa", "wq_b", "up_proj")  # the second of two linears that have their input in common
+WRITERS = ("o_proj", "down_proj")  # their output is added to the state, and makes up for what that lacks
 SQUARES = 9  # float32 (in, in) on the device while a linear is corrected: its sums, their total, and a system's parts
 
 
@@ -64,16 +65,18 @@ def correction_flops(config: GlmConfig, rules: Iterable[TensorRule], fit: int) -
     dense, experts = 0.0, 0.0
     for rule in (rule for rule in rules if rule.quantized):
         n, m, second = rule.in_features, rule.out_features, rule.projection in JOINED
+        rows = fit if rule.role is Role.DENSE else routed
+        sums = 0 if second else sum_flops(n, rows, m if rule.projection in WRITERS else 0)
         if rule.role is Role.DENSE:
-            dense += (0 if second else sum_flops(n, fit)) + solve_flops(n, m)
+            dense += sums + solve_flops(n, m)
         else:  # an expert's gate and up are solved as one
-            experts += (0 if second else sum_flops(n, routed)) + solve_flops(n, m, systems=0 if second else 1)
+            experts += sums + solve_flops(n, m, systems=0 if second else 1)
     return dense, experts
 
 
-def sum_flops(inputs: int, rows: float) -> float:
-    """q^T q and q^T (x - q) over so many rows."""
-    return 2 * 2 * rows * inputs**2
+def sum_flops(inputs: int, rows: float, missing: int = 0) -> float:
+    """q^T q, q^T (x - q) and q^T r over so many rows; missing: how many columns r has."""
+    return 2 * rows * inputs * (2 * inputs + missing)
 
 
 def solve_flops(inputs: int, outputs: int, systems: int = 1) -> float:
@@ -88,4 +91,4 @@ def solve_flops(inputs: int, outputs: int, systems: int = 1) -> float:
 
 def prefix_device_bytes(config: GlmConfig, widest: int) -> int:
     """While the linear with the most inputs is corrected: squares of its inputs, beside the matrix and its matches."""
-    return FLOAT_BYTES * (SQUARES * widest**2 + 4 * widest * config.hidden_size)
+    return FLOAT_BYTES * (SQUARES * widest**2 + 6 * widest * config.hidden_size)

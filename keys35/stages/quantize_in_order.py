@@ -10,8 +10,9 @@ from keys35.stages.dropped import dropped_anywhere, left
 from keys35.stages.experts import Shelf
 from keys35.stages.job import Job
 from keys35.stages.needs import encoded_bytes, prefix_bytes
-from keys35.stages.prefix import advance_streams, encode_behind_prefix, prefix_rows_file, prefix_states_file
+from keys35.stages.prefix import encode_behind_prefix, prefix_rows_file
 from keys35.stages.schedule import AHEAD, Step, carry_out
+from keys35.stages.streams import advance_streams, prefix_states_file
 from keys35.stages.units import by_width, dense_unit, final_units, prefix_unit, unit_rules
 from keys35.stages.workers import Workers, final_task, open_workers
 

@@ -54,6 +54,34 @@ def test_it_lowers_the_error_on_rows_it_has_not_seen() -> None:
     assert output_error(sums(*made()).corrected(weight())) < 0.5 * output_error(weight())
 
 
+def missing(x: torch.Tensor) -> torch.Tensor:
+    """What a state lacks: part of it can be told from the inputs."""
+    generator = torch.Generator().manual_seed(5)
+    lost = x @ torch.randn(IN, OUT, generator=generator)
+    return 0.3 * lost + 0.1 * torch.randn(len(x), OUT, generator=generator)
+
+
+def test_what_is_missing_beside_it_is_made_up_for() -> None:
+    """The direction is that of a ridge regression to the source's output and the missing part together."""
+    x, q = made()
+    found, half = PairedInputs(), torch.arange(len(x)) % 2 == 0
+    found.add(x, q, half, missing(x))
+    step = (found.corrected(weight()) - weight()).double()
+    wanted = x.double() @ weight().double() + missing(x).double()
+    directions = []
+    for share in RIDGES:
+        ridge = share * q.double().square().sum() / IN
+        tall = torch.cat([q.double(), ridge.sqrt() * torch.eye(IN, dtype=torch.double)])
+        fit = torch.linalg.lstsq(tall, torch.cat([wanted, ridge.sqrt() * weight().double()])).solution
+        fit -= weight().double()
+        directions.append(float(torch.cosine_similarity(step.flatten(), fit.flatten(), 0)))
+    assert max(directions) > 1 - 1e-6
+    x, q = made(rows=2000, seed=7)
+    lost = [(q @ fitted - x @ weight() - missing(x)).square().sum()
+            for fitted in (found.corrected(weight()), sums(*made()).corrected(weight()))]
+    assert lost[0] < 0.5 * lost[1]
+
+
 def test_without_an_error_of_the_prefix_the_weight_stays() -> None:
     x, _ = made()
     assert torch.equal(sums(x, x).corrected(weight()), weight())

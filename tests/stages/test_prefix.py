@@ -22,7 +22,7 @@ from keys35.progress import Progress, Tick
 from keys35.recipe import load_recipe
 from keys35.report.measured import measurements
 from keys35.report.schema import load_schema
-from keys35.stages import prefix
+from keys35.stages import prefix, streams
 from keys35.stages.allocate import allocate, load_allocation
 from keys35.stages.assemble import assemble
 from keys35.stages.capture import calibration_windows
@@ -66,7 +66,7 @@ def test_states_and_encoder_hold_one_layers_weights_at_a_time(
 ) -> None:
     """A GPU holds a layer whole: the MTP layer was there twice, once for what enters it."""
     shutil.copytree(whole / "work", tmp_path / "work")
-    loaded, most, load = weakref.WeakSet(), [], prefix.layer_weights
+    loaded, most, load = weakref.WeakSet(), [], streams.layer_weights
 
     def watched(*arguments: object) -> object:
         weights = load(*arguments)
@@ -74,7 +74,8 @@ def test_states_and_encoder_hold_one_layers_weights_at_a_time(
         most.append(len(loaded))
         return weights
 
-    monkeypatch.setattr(prefix, "layer_weights", watched)
+    for module in (prefix, streams):
+        monkeypatch.setattr(module, "layer_weights", watched)
     with open_job(tiny.source, RECIPE, tmp_path / "work") as job:
         dense = dense_file(job, 3).read_bytes()
         prefix.encode_behind_prefix(job, 3, calibration_windows(job)["fit"], load_allocation(job))

@@ -1,0 +1,63 @@
+"""What the two streams of a quantized prefix tell a layer's linears of each other."""
+
+import pytest
+import torch
+from tiny import tiny_recipe
+
+from keys35.glm.weights import Overlay
+from keys35.stages import prefix
+from keys35.stages.capture import calibration_windows, layer_weights
+from keys35.stages.job import open_job
+from keys35.stages.states import States
+from keys35.stages.streams import QUANTIZED, SOURCE, lacking, paired_rows
+
+RECIPE = tiny_recipe(encoder={"prefix": "quantized"})
+LAYER = 1
+
+
+@pytest.fixture
+def job(tiny, tmp_path):
+    with open_job(tiny.source, RECIPE, tmp_path / "work") as job:
+        yield job
+
+
+@pytest.fixture
+def streams(job) -> dict[str, States]:
+    tokens = calibration_windows(job)["fit"].tokens[:3]
+    source = States.embedded(job.store, tokens, torch.float32)
+    noise = torch.randn(source.x.shape, generator=torch.Generator().manual_seed(1))
+    return {SOURCE: source, QUANTIZED: States.start(source.x + 0.1 * source.x.std() * noise)}
+
+
+def test_what_lacks_counts_by_the_size_of_its_state(job) -> None:
+    source = torch.randn(7, job.config.hidden_size, dtype=torch.float64) * torch.logspace(-1, 3, 7)[:, None]
+    root, missing = lacking(job.config, source, 0.9 * source)
+    wanted = 0.1 * torch.nn.functional.normalize(source, dim=-1) * job.config.hidden_size**0.5
+    assert torch.allclose(missing, wanted, rtol=1e-2) and torch.allclose(missing, 0.1 * source * root)
+
+
+def test_streams_that_agree_lack_nothing(job, streams) -> None:
+    weights = layer_weights(job, job.store, LAYER)
+    same = {SOURCE: streams[SOURCE], QUANTIZED: streams[SOURCE]}
+    for rows in paired_rows(job, LAYER, same, weights):
+        assert torch.equal(rows.source, rows.found) and not rows.missing.any()
+        assert not prefix._expert_rows(job, LAYER, rows, weights, weights)[-1].any()
+
+
+def test_experts_are_left_what_the_shared_expert_and_attention_lack(job, streams) -> None:
+    """With the experts' outputs corrected by it the quantized state is the source's: checked in float64."""
+    weights = layer_weights(job, job.store, LAYER)
+    name = "mlp.shared_experts.down_proj"
+    down = 0.8 * job.source.read(f"model.layers.{LAYER}.{name}.weight").float().T
+    states, lossy, at = [streams[kind].x.flatten(0, 1).double() for kind in (SOURCE, QUANTIZED)], {name: down}, 0
+    for rows in paired_rows(job, LAYER, streams, weights):
+        found, ids, counts, source, missing = prefix._expert_rows(job, LAYER, rows, weights, Overlay(weights, lossy))
+        router = (counts / rows.root).double()
+        assert torch.equal(found, rows.found) and torch.equal(source, rows.source) and len(ids) == len(found)
+        outputs = [prefix._shared(job, LAYER, layer, x).double()
+                   for layer, x in ((weights, rows.source), (Overlay(weights, lossy), rows.found))]
+        wanted, before = (state[at : at + len(found)] + shared for state, shared in zip(states, outputs, strict=True))
+        after = before + (router[:, :, None] * missing.double()[:, None]).sum(1)
+        assert (after - wanted).norm() < 1e-5 * wanted.norm() < (before - wanted).norm()
+        at += len(found)
+    assert at == streams[SOURCE].x.shape[0] * streams[SOURCE].x.shape[1]
