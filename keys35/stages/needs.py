@@ -80,7 +80,8 @@ def work_parts(rules: Sequence[TensorRule], config: GlmConfig, recipe: Recipe, k
         candidates = encoded_bytes(rules, Role.EXPERT, [widths[len(widths) // 2]]) + final
     states, rows = 2 * states_bytes(config, recipe), 2 * rows_bytes(config, recipe)
     if recipe.encoder.prefix == "quantized":
-        candidates += final if keep == "all" else 0  # beside what was measured
+        if keep == "all" and recipe.experts.measure == "encoded":
+            candidates += final  # beside what was measured
         behind = prefix_bytes(config, recipe)
         states, rows = max(states, behind[0]), max(rows, behind[1])
     return {

@@ -190,6 +190,14 @@ def test_what_it_takes_is_planned(tiny) -> None:
     assert ordered.work_parts["candidate encodings"] > plain.work_parts["candidate encodings"]
 
 
+def test_predicted_costs_and_a_prefix_encode_each_expert_once(tiny) -> None:
+    """The disk that is asked for holds a sample and the chosen, as without a prefix: the chosen were there twice."""
+    predicted = {"experts": {"measure": "predicted", "group": 2}}
+    parts = [plan(tiny.source, tiny_recipe(**predicted, **more), tp=1).work_parts["candidate encodings"]
+             for more in ({}, {"encoder": {"prefix": "quantized"}})]
+    assert parts[0] == parts[1] > 0
+
+
 def test_it_cannot_go_without_compensation(tmp_path: Path) -> None:
     path = tmp_path / "r.toml"
     path.write_text("name = 'x'\n[encoder]\nprefix = 'quantized'\ncompensate = false\n")

@@ -39,7 +39,9 @@ def test_a_slice_goes_through_every_stage_in_pieces(tmp_path: Path, monkeypatch:
 
 @pytest.mark.slow
 def test_a_predicted_measurement_goes_through_too(tmp_path: Path) -> None:
-    real_layer.main([str(tmp_path / "slice"), *SMALL, "--predicted", "--out", str(tmp_path / "out.json")])
+    options = ["--predicted", "--prefix", "quantized", "--out", str(tmp_path / "out.json")]
+    real_layer.main([str(tmp_path / "slice"), *SMALL, *options])
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["measure"] == "predicted" and found["check"]["mean"] == "11/4" and found["seconds"]["simulation"] > 0
+    assert found["prefix"] == "quantized" and "projection" not in found
     assert all(error > 0 for error in found["proxy_error"].values())
