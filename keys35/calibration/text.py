@@ -14,7 +14,6 @@ from keys35.errors import Keys35Error, RecipeError
 from keys35.recipe import resource_dir
 
 CHUNK_CHARACTERS = 8000
-BYTE_ORDER_MARK = "\ufeff"  # which some editors begin a file with
 PARTS = ("all", "calibration", "report")
 REPORT_SHARE = 8  # one document in eight is the report's, in a set that keeps a part of its files for it
 
@@ -111,9 +110,9 @@ def documents(domain: Domain) -> Iterator[Document]:
 
 
 def read_utf8(file: Path, refusal: type[Keys35Error]) -> str:
-    """A text file, whole; raises `refusal` where it is in another encoding."""
+    """A text file, whole, without a byte-order mark; raises `refusal` where it is in another encoding."""
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise refusal(f"{file}: is not UTF-8 ({error.reason} at byte {error.start}); convert it first, say with "
                       "`iconv -f latin1 -t utf-8`") from None
@@ -144,6 +143,8 @@ def _domain(entry: dict, base: Path) -> Domain:
     for key in ("name", "documents"):
         if not isinstance(entry[key], str) or not entry[key]:
             raise ValueError(f"domain {entry['name']}: {key} must be a text, found {entry[key]!r}")
+    if not isinstance(entry["files"], list) or not all(isinstance(file, str) for file in entry["files"]):
+        raise ValueError(f"domain {entry['name']}: files must be a list of texts, found {entry['files']!r}")
     share = float(entry["share"])
     if not 0 < share < math.inf:
         raise ValueError(f"domain {entry['name']}: share must be above 0 and finite, found {share}")
@@ -191,8 +192,7 @@ def _chunks(text: str) -> Iterator[str]:
 
 def _json_lines(text: str, file: Path) -> Iterator[Document]:
     sealed = None
-    lines = text.removeprefix(BYTE_ORDER_MARK).split("\n")  # a JSON text may hold what else `splitlines` ends a line at
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(text.split("\n"), 1):  # a JSON text may hold what else `splitlines` ends a line at
         if not line.strip():
             continue
         try:
@@ -207,7 +207,7 @@ def _json_lines(text: str, file: Path) -> Iterator[Document]:
                 yield Chat(tuple(dict(message) for message in value["messages"]), json.dumps(value["messages"]))
             else:
                 yield _text(value["text"])
-        except (json.JSONDecodeError, KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, RecursionError):  # JSON's own is a ValueError
             raise RecipeError(
                 f'{file} line {number}: expected a JSON object with "text", with "messages", or with "ids" after a '
                 'line with "tokenizer_sha256"'

@@ -4,6 +4,7 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -95,6 +96,10 @@ class WindowMaker:
         order = np.random.default_rng([self._seed, len(domain.name)]).permutation(available)[:count]
         return rows[np.sort(order)]
 
+    @cached_property
+    def _largest_id(self) -> int:
+        return max(self._tokenizer.get_vocab().values(), default=-1)
+
     def _ids(self, document: Document) -> list[int]:
         """A document's tokens, one at a time: an encoding keeps offsets and words, some hundred bytes per token."""
         if isinstance(document, TokenIds):
@@ -104,6 +109,9 @@ class WindowMaker:
                     f"checkpoint has {self.tokenizer_sha256[:12]}...): make it with the checkpoint's tokenizer.json, "
                     "or give the text itself"
                 )
+            if document.ids and max(document.ids) > self._largest_id:
+                raise PlanError(f"{document.file} holds token {max(document.ids)}, the tokenizer's last is "
+                                f"{self._largest_id}: make it again, or give the text itself")
             return list(document.ids)
         if isinstance(document, Chat):
             self._template = self._template or ChatTemplate(self._root)

@@ -107,10 +107,11 @@ def test_json_lines_and_their_mistakes(tmp_path):
         list(documents(bad.domains[0]))
 
 
-def test_a_byte_order_mark_is_no_part_of_a_set_or_of_json(tmp_path):
-    wanted = text_set(tmp_path, '{"text": "one"}\n', name="mine.jsonl")
-    for name in ("set.toml", "mine.jsonl"):
-        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + (tmp_path / name).read_bytes())
+@pytest.mark.parametrize(("name", "content"), [("mine.jsonl", '{"text": "one"}\n'), ("mine.txt", "one\n")])
+def test_a_byte_order_mark_is_no_part_of_a_set_or_a_text(tmp_path, name, content):
+    wanted = text_set(tmp_path, content, name=name)
+    for file in ("set.toml", name):
+        (tmp_path / file).write_bytes(b"\xef\xbb\xbf" + (tmp_path / file).read_bytes())
     found = load_text_set(str(tmp_path / "set.toml"))
     assert found.domains == wanted.domains and list(documents(found.domains[0])) == ["one"]
 
@@ -131,6 +132,7 @@ def test_digest_follows_the_text(tmp_path):
         'version = 1\n[[domain]]\nname = "a"\nshare = 1\nfiles = []\ndocument = "line"',
         'version = 1\n[[domain]]\nname = "a"\nshare = 1\nfiles = []\ndocuments = ""',
         'version = 1\n[[domain]]\nname = "a"\nshare = 1\nfiles = []\ndocuments = 3',
+        'version = 1\n[[domain]]\nname = "a"\nshare = 1\nfiles = [3]\ndocuments = "line"',
         'version = 1\n[[domain]]\nname = 5\nshare = 1\nfiles = []\ndocuments = "line"',
     ],
 )
@@ -262,6 +264,16 @@ def test_token_files_are_taken_from_the_checkpoints_tokenizer_only(tmp_path):
         maker.make(other, [1], None)
 
 
+@pytest.mark.parametrize("number", [2**31, 2**32 + 5, 2**63])
+def test_an_id_that_the_tokenizer_does_not_have_is_refused(tmp_path, number):
+    """Windows are kept as int32, where 2**32 + 5 became token 5."""
+    maker = WindowMaker(TOKENIZER, 0, 8, 0)
+    lines = [{"tokenizer_sha256": maker.tokenizer_sha256}, {"ids": [1, 2, number, 4, 5, 6, 7]}]
+    text = text_set(tmp_path, "\n".join(map(json.dumps, lines)), name="tokens.jsonl")
+    with pytest.raises(PlanError, match=f"tokens.jsonl holds token {number}, the tokenizer's last is "):
+        maker.make(text, [1], None)
+
+
 def test_a_line_of_json_ends_where_json_says(tmp_path):
     """Text from the web holds separators that Python's splitlines ends a line at, and JSON does not."""
     wanted = "one\u2028two\u0085three\x0cfour"
@@ -269,7 +281,8 @@ def test_a_line_of_json_ends_where_json_says(tmp_path):
     assert list(documents(text_set(tmp_path, f"{line}\r\n{line}", name="mine.jsonl").domains[0])) == [wanted, wanted]
 
 
-NO_TEXT = ['{"text": null}', '{"text": 5}', r'{"text": "\ud800"}', r'{"messages": [{"content": "\ud800"}]}']
+NESTED = f'{{"text": {"[" * 100_000}{"]" * 100_000}}}'
+NO_TEXT = [NESTED, '{"text": null}', '{"text": 5}', r'{"text": "\ud800"}', r'{"messages": [{"content": "\ud800"}]}']
 
 
 @pytest.mark.parametrize(
