@@ -125,12 +125,12 @@ def fair_allocation(
     (experts, widths) costs. While a domain gains too little, its weight rises by a twentieth; after ROUNDS of that the
     fairest found is taken. Returns the widths and the domains' weights.
     """
-    weights, best = np.ones(len(typical)), None
+    weights, best, total = np.ones(len(typical)), None, typical.sum()
     for _ in range(ROUNDS):
         chosen = solve([layer @ weights for layer in costs])
         paid = sum(price(layer, picked, widths) for layer, picked in zip(costs, chosen, strict=True))
         gain = 1 - np.divide(paid, typical, out=np.full_like(paid, -np.inf), where=typical > 0)
-        missing = fairness * (1 - paid.sum() / typical.sum()) - gain.min()
+        missing = fairness * (1 - paid.sum() / total if total else 0.0) - gain.min()
         if best is None or missing < best[0]:
             best = (missing, chosen, weights)
         if missing <= 0:
@@ -158,8 +158,16 @@ def mean_width(widths: Sequence[np.ndarray]) -> Fraction:
 
 
 def rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
-    """Spearman's correlation of two sequences of numbers (ties in order of place); 1 for fewer than two."""
+    """Spearman's correlation of two sequences of numbers (ties share their mean rank).
+
+    1 for fewer than two, and 0 where all of one are alike: that says nothing of an order.
+    """
     if len(a) < 2:
         return 1.0
-    ranks = [np.argsort(np.argsort(values, kind="stable"), kind="stable") for values in (a, b)]
-    return float(np.corrcoef(*ranks)[0, 1])
+    ranks = [_mean_ranks(values) for values in (a, b)]
+    return float(np.corrcoef(*ranks)[0, 1]) if all(np.ptp(rank) for rank in ranks) else 0.0
+
+
+def _mean_ranks(values: np.ndarray) -> np.ndarray:
+    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[place]

@@ -15,6 +15,7 @@ from keys35.allocation import (
     mean_width,
     per_layer,
     random_mix,
+    rank_correlation,
     whole_model,
 )
 from keys35.errors import BudgetError
@@ -135,3 +136,26 @@ def test_no_domain_is_left_behind():
     assert by_domain.min() < 0.75 * mean and weights.tolist() == [1, 1]
     by_domain, mean, weights = gains(0.75)
     assert by_domain.min() >= 0.75 * mean > 0 and weights[1] > 1 > weights[0]
+
+
+@pytest.mark.filterwarnings("error")
+def test_text_that_no_expert_was_judged_on_asks_for_no_fairness():
+    """A half of the held-out text may have no window at all: 0 / 0, and a hundred rounds for nothing."""
+    solved = []
+
+    def solve(layers):
+        solved.append(layers)
+        return whole_model(layers, (2, 3), Fraction(5, 2))
+
+    chosen, weights = fair_allocation(solve, [np.zeros((4, 2, 2))], (2, 3), np.zeros(2), 0.5)
+    assert mean_width(chosen) == Fraction(5, 2) and weights.tolist() == [1, 1] and len(solved) == 1
+
+
+@pytest.mark.parametrize(("a", "b", "wanted"), [
+    ([1, 5, 2, 9], [2, 6, 3, 7], 1), ([1, 2, 3], [3, 2, 1], -1), ([0, 0, 0, 0], [1, 2, 3, 4], 0), ([2], [7], 1),
+    ([0, 0, 1, 2], [1, 2, 3, 4], np.sqrt(0.9)),  # ranks 1.5, 1.5, 3, 4: 4.5 / sqrt(4.5 * 5)
+])
+def test_ties_are_of_no_order(a, b, wanted):
+    """In order of place, costs of which half are zero agreed with whatever the numbering of the experts was."""
+    for pair in ((a, b), (b, a), (a[::-1], b[::-1])):
+        assert rank_correlation(*map(np.array, pair)) == pytest.approx(wanted)
