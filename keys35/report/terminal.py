@@ -117,9 +117,11 @@ def show_allocation(console: Console, allocation: dict) -> None:
                   f"from one half gain on the other, over a random mix: {gains or 'not compared'}; every domain was to "
                   f"have {choice['fairness']:.0%} of the mean gain.", soft_wrap=True)
     if checked := allocation["predicted"]:
-        console.print(f"Costs are of simulated encodings: rank correlation {checked['rank_correlation']:.2f} with the "
-                      f"{count(checked['experts'], 'expert')} that were encoded, {checked['apart']:.0%} apart.",
-                      soft_wrap=True)
+        known = (f"rank correlation {checked['rank_correlation']:.2f} with the {count(checked['experts'], 'expert')} "
+                 f"that were encoded, {checked['apart']:.0%} apart" if checked["experts"] > 1 else
+                 f"held-out text chose {count(checked['experts'], 'expert')} of those that were encoded, too few to "
+                 "compare with (experts.sample)")
+        console.print(f"Costs are of simulated encodings: {known}.", soft_wrap=True)
     if allocation["warning"]:
         console.print(f"[bold red]warning[/bold red] {escape(allocation['warning'])}", soft_wrap=True)
 

@@ -7,8 +7,9 @@ import numpy as np
 
 from keys35.allocation import rank_correlation
 from keys35.errors import ResumeError
+from keys35.exl3.scale import rounding_error
 from keys35.stages.job import Job
-from keys35.stages.units import SENSITIVITY, expert_units
+from keys35.stages.units import SENSITIVITY, expert_units, middle_width
 
 Errors = list[list[list[float]] | None]  # (widths, domains) of each expert of a layer, None where not encoded
 POOL = 4
@@ -80,7 +81,8 @@ def read_measured(job: Job, half: int | None = None) -> Measured:
     """
     layers = tuple(job.config.moe_layers)
     known, energies, simulated, routed = zip(*(_of_layer(job, layer, half) for layer in layers), strict=True)
-    errors = [_completed(*of_layer) for of_layer in zip(known, simulated, _ratios(known, simulated), strict=True)]
+    ratios = _ratios(known, simulated, _usual(job))
+    errors = [_completed(*of_layer) for of_layer in zip(known, simulated, ratios, strict=True)]
     receipt = job.work.receipt(SENSITIVITY)
     if receipt is None:
         raise _unmeasured(job, SENSITIVITY)
@@ -110,20 +112,32 @@ def _of_layer(job: Job, layer: int, half: int | None) -> tuple[Errors, np.ndarra
     return errors, *(np.asarray(found, dtype=np.float64) for found in (energies, simulated, routed))
 
 
-def _ratios(known: Sequence[Errors], simulated: Sequence[np.ndarray]) -> list[np.ndarray]:
+def _ratios(known: Sequence[Errors], simulated: Sequence[np.ndarray], usual: np.ndarray) -> list[np.ndarray]:
     """(widths,) per layer: errors of its encoded experts at each width to their simulated ones.
 
     A few experts say little of their layer, and layers are about alike: the fewer they are, the more the mean over the
-    layers counts, as POOL experts more would.
+    layers counts, as POOL experts more would. One that no held-out token chose says nothing; where that is all of them,
+    ratios are the usual ones (widths,).
     """
     ratios, counts = [], []
     for errors, drawn in zip(known, simulated, strict=True):
-        found = [number for number, error in enumerate(errors) if error is not None]
-        sums = np.asarray([errors[number] for number in found], dtype=np.float64).sum(axis=(0, 2))
-        ratios.append(sums / max(drawn[found].sum(), np.finfo(float).tiny) if len(drawn) else np.ones_like(sums))
+        found = _compared(errors, drawn)
+        lost = [errors[number] for number in found]
+        ratios.append(np.sum(lost, axis=(0, 2)) / drawn[found].sum() if found else usual)
         counts.append(len(found))
-    mean = np.mean(ratios, axis=0)
+    mean = np.mean([own for own, count in zip(ratios, counts, strict=True) if count] or [usual], axis=0)
     return [(count * own + POOL * mean) / (count + POOL) for own, count in zip(ratios, counts, strict=True)]
+
+
+def _compared(errors: Errors, drawn: np.ndarray) -> list[int]:
+    """Experts of a layer that were both simulated and encoded, and that a held-out token chose."""
+    return [number for number, simulated in enumerate(drawn) if errors[number] is not None and simulated.any()]
+
+
+def _usual(job: Job) -> np.ndarray:
+    """(widths,): the search's errors to that at the width of simulations, if weights were Gaussian."""
+    errors = np.array([rounding_error(width) for width in job.recipe.experts.widths])
+    return errors / errors[middle_width(job.recipe)[0]]
 
 
 def _completed(errors: Errors, simulated: np.ndarray, ratios: np.ndarray) -> np.ndarray:
@@ -137,20 +151,22 @@ def _completed(errors: Errors, simulated: np.ndarray, ratios: np.ndarray) -> np.
     return result
 
 
-def prediction_check(job: Job) -> dict[str, float] | None:
+def prediction_check(job: Job) -> dict[str, float | None] | None:
     """How well simulation ranks the experts that a predicted measurement did encode; None if it is none.
 
-    All domains together at the narrowest width, over the whole model. apart: how far errors over simulated ones lie
-    from their mean, a standard deviation as a share of it.
+    All domains together at the narrowest width, over the whole model, of those that a held-out token chose. apart: how
+    far errors over simulated ones lie from their mean, a standard deviation as a share of it. None for fewer than two.
     """
     if job.recipe.experts.measure == "encoded":
         return None
     found = []
     for layer in job.config.moe_layers:
         errors, _, drawn, _ = _of_layer(job, layer, None)
-        found += [(float(np.sum(e[0])), float(s.sum())) for e, s in zip(errors, drawn, strict=True) if e is not None]
+        found += [(float(np.sum(errors[e][0])), float(drawn[e].sum())) for e in _compared(errors, drawn)]
+    if len(found) < 2:
+        return {"experts": len(found), "rank_correlation": None, "apart": None}
     error, simulated = np.array(found).T
-    ratio = error / np.maximum(simulated, np.finfo(float).tiny)
+    ratio = error / simulated
     return {"experts": len(found), "rank_correlation": rank_correlation(error, simulated),
             "apart": float(ratio.std() / ratio.mean())}
 

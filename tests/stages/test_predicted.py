@@ -3,11 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from small import digest
 from tiny import tiny_recipe
 
 from keys35.errors import ResumeError
 from keys35.progress import Progress
+from keys35.report.terminal import show_allocation
 from keys35.stages.allocate import allocate, load_allocation
 from keys35.stages.candidates import Candidates, are_held
 from keys35.stages.costs import POOL, _completed, _ratios, read_measured
@@ -17,6 +19,8 @@ from keys35.stages.measure import measure
 from keys35.stages.pieces import Pieces
 from keys35.stages.quantize import quantize
 
+USUAL = np.array([1.0, 0.25])
+
 
 def test_a_sample_is_encoded_and_everything_in_the_end(tmp_path, tiny):
     experts = {"widths": [3, 4], "bits": 3.25, "group": 1, "measure": "predicted", "sample": 4}
@@ -25,7 +29,7 @@ def test_a_sample_is_encoded_and_everything_in_the_end(tmp_path, tiny):
         receipts = [job.work.require(f"experts/layer-001/{first:04d}")["data"] for first in range(4)]
         assert [data["error"][0] is not None for data in receipts] == [False, True, False, False]
         result = allocate(job)
-        assert result["predicted"]["experts"] == 2  # one of each MoE layer
+        assert result["predicted"]["experts"] == 1  # one of each MoE layer, and no held-out token chose the other
         told = [sentences(explain(job, 1, expert))[2] for expert in (0, 1)]
         assert "predicted from a simulated encoding" in told[0] and "error known to" in told[1]
         quantize(job, Progress())
@@ -62,7 +66,7 @@ def test_a_group_that_was_lost_is_measured_and_encoded_as_chosen(tmp_path, tiny)
 def test_what_is_not_known_is_simulated_times_what_the_known_come_to():
     simulated = np.array([[1.0, 2.0], [4.0, 4.0], [2.0, 1.0]])
     known = [[[0.5, 1.0], [0.1, 0.2]], None, [[1.0, 0.5], [0.2, 0.1]]]
-    [ratios] = _ratios([known], [simulated])
+    [ratios] = _ratios([known], [simulated], USUAL)
     assert np.allclose(ratios, [0.5, 0.1])
     found = _completed(known, simulated, ratios)
     assert found[0].tolist() == known[0] and found[2].tolist() == known[2]
@@ -71,6 +75,30 @@ def test_what_is_not_known_is_simulated_times_what_the_known_come_to():
 
 def test_a_layer_with_few_encoded_experts_leans_on_the_others():
     simulated = np.ones((20, 1))
-    few, many = _ratios([[[[0.9]], *[None] * 19], [[[0.1]]] * 20], [simulated, simulated])
+    few, many = _ratios([[[[0.9]], *[None] * 19], [[[0.1]]] * 20], [simulated, simulated], USUAL[:1])
     assert np.allclose(few, (0.9 + POOL * 0.5) / (1 + POOL))
     assert np.allclose(many, (20 * 0.1 + POOL * 0.5) / (20 + POOL))
+
+
+def test_an_encoded_expert_that_no_held_out_token_chose_says_nothing():
+    """It came to a ratio of 0, and its layer to 0.4 of what the other layer was known to have, its own to 0.6."""
+    reached, silent = [[[0.5], [0.1]], None], [[[0.0], [0.0]], None]
+    drawn = [np.array([[1.0], [2.0]]), np.array([[0.0], [3.0]])]
+    assert np.allclose(_ratios([reached, silent], drawn, USUAL), [[0.5, 0.1]] * 2)
+    assert np.allclose(_ratios([silent, silent], [drawn[1]] * 2, USUAL), [USUAL] * 2)
+
+
+def test_what_was_compared_is_what_held_out_tokens_chose(tmp_path, tiny):
+    """Of this model's two encoded experts one is chosen: that is nothing to tell a correlation from."""
+    experts = {"widths": [3, 4], "bits": 3.25, "group": 4, "measure": "predicted"}
+    with open_job(tiny.source, tiny_recipe(experts=experts), tmp_path / "work") as job:
+        measure(job, Progress())
+        rows = [job.work.require(f"experts/layer-{layer:03d}/0000")["data"]["selection_rows"] for layer in (1, 2)]
+        assert (rows[0][1] > 0, rows[1][2] > 0) == (True, False)
+        result = allocate(job)
+        assert result["predicted"] == {"experts": 1, "rank_correlation": None, "apart": None}
+        costs = read_measured(job).plain_errors()
+        assert [np.count_nonzero(layer[:, 0]) for layer in costs] == [np.count_nonzero(row) for row in rows]
+    console = Console(record=True, width=200)
+    show_allocation(console, result)
+    assert "chose 1 expert of those that were encoded, too few to compare with" in console.export_text()
