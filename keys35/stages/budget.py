@@ -10,6 +10,7 @@ from keys35.files.source import ShardedSource
 from keys35.glm.config import GlmConfig
 from keys35.glm.names import Role, TensorRule, census
 from keys35.recipe import Recipe
+from keys35.stages.feasible import has_mix
 from keys35.stages.profile import mixed_units, profile_rules
 from keys35.stages.sizes import exl3_bytes
 
@@ -67,7 +68,10 @@ def within_size(recipe: Recipe, source: ShardedSource, config: GlmConfig) -> Rec
         raise BudgetError("a size for experts.bits needs routed experts, and this model has none")
     weighed = Weighed.of(profile_rules(census(config), recipe.output.profile).values(), _sizes(source))
     widths_there = recipe.dense.bits, recipe.mtp.bits
-    mean = min(Fraction(floor(weighed.mean(Fraction(size), *widths_there) * count), count), Fraction(widths[-1]))
+    most = min(weighed.mean(Fraction(size), *widths_there), Fraction(widths[-1]))
+    mean = Fraction(floor(most * count), count)
+    while mean > widths[0] and not has_mix(widths, mean, count):  # of 2 and 4 bits, say, an odd sum
+        mean -= Fraction(1, count)
     if mean < widths[0]:
         least = weighed.nbytes(Fraction(widths[0]), *widths_there)
         raise BudgetError(

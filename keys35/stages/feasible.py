@@ -53,13 +53,18 @@ def refuse_uncut(rules: Iterable[TensorRule]) -> None:
 
 
 def require_mix(widths: Sequence[float], mean: Fraction, count: int, what: str) -> None:
-    """Refuse a mean that `count` of these widths cannot have: of 2 and 4 bits, say, an odd sum."""
+    """Refuse (BudgetError) a mean that `count` of these widths cannot have: of 2 and 4 bits, say, an odd sum."""
     require_exact(mean, count, what)
+    if not has_mix(widths, mean, count):
+        raise BudgetError(f"no mix of the widths {list(widths)} over {count} {what} has a mean of exactly {mean} bits: "
+                          "change experts.bits, or add a width between them")
+
+
+def has_mix(widths: Sequence[float], mean: Fraction, count: int) -> bool:
+    """Whether `count` of these widths can have a mean that is a whole number of bits in all."""
     extras = [int(2 * (width - widths[0])) for width in widths[1:]]  # in half bits
     spare = int(2 * (mean - Fraction(widths[0])) * count)
     least = [0, *[inf] * spare]  # how many must be wider than the narrowest to have so much more together
     for total in range(1, spare + 1):
         least[total] = 1 + min((least[total - extra] for extra in extras if extra <= total), default=inf)
-    if least[spare] > count:
-        raise BudgetError(f"no mix of the widths {list(widths)} over {count} {what} has a mean of exactly {mean} bits: "
-                          "change experts.bits, or add a width between them")
+    return least[spare] <= count

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from small import small_recipe
+from small import small_recipe, small_source
 
 from keys35.errors import BudgetError
 from keys35.stages.job import open_job, resume_job
@@ -22,6 +22,19 @@ def test_a_size_takes_the_largest_mean_that_fits(source):
         assert found.mean_bits == mean and found.output_bytes <= max(size, exact)
     found = plan(source, recipe_with(f"{exact / 2**30:.12f} GiB"))
     assert abs(found.output_bytes - exact) in (0, step)
+
+
+def test_a_size_takes_the_largest_mean_that_its_widths_can_have(source):
+    """Of four experts at 2 or 4 bits no sum is odd: 2.75 fits, 2.5 there is; it was refused, and asked for a mean."""
+    sizes = {bits: plan(source, recipe_with(bits)).output_bytes / 1e9 for bits in (2, 2.25, 2.75, 3.75)}
+    for bits, mean in [(2, 2), (2.25, 2), (2.75, 2.5), (3.75, 3.5)]:
+        assert plan(source, recipe_with(f"{sizes[bits]:.9f} GB", widths=[2, 4])).mean_bits == mean
+
+
+def test_a_size_for_more_than_the_widest_half_rate_is_a_whole_sum(tmp_path):
+    """Three experts at 3.5 bits have 10.5 together."""
+    recipe = recipe_with("9 GB", widths=[3, 3.5])
+    assert plan(small_source(tmp_path, experts=3), recipe).mean_bits == 10 / 3
 
 
 def test_a_size_that_does_not_hold_the_least_width_is_refused_with_one_that_does(source):
