@@ -11,46 +11,52 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import numpy as np
 from pydantic import ValidationError
 
 from keys35 import __version__
-from keys35.allocation import bit_counts, mean_width, plain_width, random_mix, whole_model
-from keys35.errors import RecipeError
+from keys35.allocation import bit_counts, mean_width, plain_width, whole_model
+from keys35.calibration.text import load_text_set
+from keys35.errors import Keys35Error, RecipeError
 from keys35.files.atomic import read_json, write_json
+from keys35.files.source import ShardedSource
+from keys35.glm.config import GlmConfig
+from keys35.glm.names import census
 from keys35.progress import Progress
 from keys35.recipe import Recipe
 from keys35.report.machine import machine
 from keys35.report.measured import making
 from keys35.runtime.panel import Panel
-from keys35.runtime.ranks import Ranks
 from keys35.runtime.reference import Reference, make_reference
-from keys35.runtime.score import score_panel
+from keys35.stages.ablation_facts import numbers, proxy_errors, unseen
 from keys35.stages.allocate import allocate, width_sets
 from keys35.stages.baselines import score_sets
 from keys35.stages.budget import within_size
-from keys35.stages.candidates import MixStore
 from keys35.stages.choice import EXPERTS, Choice, choose, widths_on
 from keys35.stages.costs import Measured, read_measured
+from keys35.stages.feasible import refuse_impossible
 from keys35.stages.job import Job, open_job, read_source
 from keys35.stages.measure import measure
+from keys35.stages.profile import profile_rules
 from keys35.stages.quantize import quantize
 from keys35.stages.sizes import class_sizes
-from keys35.stages.units import expert_units
 from keys35.stages.validate import held_out_panel
 
 ALLOCATED_LATER = ("bits", "scope", "fairness", "fallback")  # keys of [experts] that no encoding depends on
 SHIPPED = "ablations.toml"
 UNSEEN, FOLDER = "unseen", "ablate"
+ALLOCATION = "allocation"
+SETS = frozenset({ALLOCATION, "random", "equal-per-layer", "error-only", "uniform", "per-expert", "by-energy",
+                  EXPERTS, UNSEEN})
 
 
 @dataclass(frozen=True)
 class Variant:
     """A named change of a recipe; `changes` maps dotted keys to values, `sets` names what is scored (all if empty;
-    "experts": widths by experts' costs even where the recipe falls back; "unseen": see `_unseen`)."""
+    "allocation" is among them; "experts": widths by experts' costs even where the recipe falls back; "unseen": see
+    `ablation_facts.unseen`)."""
 
     group: str
     name: str
@@ -62,7 +68,7 @@ def load_variants(path: Path | None, only: Sequence[str] = ()) -> list[Variant]:
     """The variants of a TOML file, the shipped one by default; raises RecipeError for a bad entry or unknown name."""
     source = path or Path(str(files("keys35"))) / SHIPPED
     try:
-        raw = tomllib.loads(source.read_text(encoding="utf-8"))["variant"]
+        raw = tomllib.loads(source.read_text(encoding="utf-8-sig"))["variant"]  # some editors leave a mark
         found = [_variant(entry) for entry in raw]
         if len({(v.group, v.name) for v in found}) < len(found):
             raise ValueError("two variants of one group have one name, and would share a row")
@@ -77,10 +83,14 @@ def load_variants(path: Path | None, only: Sequence[str] = ()) -> list[Variant]:
 def _variant(entry: Any) -> Variant:
     if not isinstance(entry, dict):
         raise TypeError(entry)
+    if unknown := set(entry) - {"group", "name", "set", "sets"}:
+        raise ValueError(f"{entry}: unknown key {', '.join(sorted(unknown))}")
     changes, sets = entry.get("set", {}), entry.get("sets", [])
     words = [entry["group"], entry["name"], *(sets if isinstance(sets, list) else [None])]
     if not isinstance(changes, dict) or not all(isinstance(word, str) for word in words):
         raise TypeError(f"{entry}: group and name are texts, set is a table, sets a list of texts")
+    if sets and ALLOCATION not in sets or not {_plain(name) for name in sets} <= SETS:
+        raise ValueError(f"{entry}: sets may be {', '.join(sorted(SETS))}, and must be allocation, too")
     return Variant(entry["group"], entry["name"], changes, tuple(sets))
 
 
@@ -117,21 +127,48 @@ def ablate(
 ) -> dict[str, Any]:
     """Score every variant under `root` that has no row there yet; returns one JSON value with a row per variant.
 
-    `finished`: only those that have one. Raises what the stages raise.
+    A row of another recipe, source or text is none. `finished`: only those that have one. Raises what the stages raise.
     """
-    rows = []
+    rows, missing = [], []
     opened, config, _ = read_source(source, recipe)
     asked, recipe = recipe, within_size(recipe, opened, config)
-    todo = [(variant, within_size(vary(asked, variant.changes), opened, config)) for variant in variants]
-    for variant, changed in todo:  # a bad one is refused before the first is measured
+    prints = _short_digest(json.dumps(opened.fingerprint()))
+    todo = [(variant, _changed(asked, variant, opened, config)) for variant in variants]
+    origins = [_made_of(prints, *one) for one in todo]
+    for (variant, changed), made_of in zip(todo, origins, strict=True):  # a bad one is refused before any is measured
         path = root / "rows" / f"{_slug(variant)}.json"
         row = read_json(path) if path.exists() else None
-        if not finished and (row is None or row["recipe_sha256"] != changed.digest()):
-            row = _score(source, recipe, changed, variant, root, progress)
+        if row and (row["recipe_sha256"] != changed.digest() or row.get("made_of", made_of) != made_of):
+            row = None
+        if not finished and row is None:
+            row = _score(source, recipe, changed, variant, root, progress) | {"made_of": made_of}
             path.parent.mkdir(parents=True, exist_ok=True)
             write_json(path, row)
         rows += [row] if row else []
-    return {"tool": f"keys35 {__version__}", "recipe": recipe.model_dump(mode="json"), "variants": rows}
+        missing += [] if row else [variant.name]
+    return {"tool": f"keys35 {__version__}", "recipe": recipe.model_dump(mode="json"), "variants": rows,
+            "missing": missing}
+
+
+def _changed(base: Recipe, variant: Variant, source: ShardedSource, config: GlmConfig) -> Recipe:
+    """A variant's recipe; raises by its name what a job of it would be refused for."""
+    varied = vary(base, variant.changes)
+    try:
+        if varied.panel.model_copy(update={"random_mixes": base.panel.random_mixes}) != base.panel:
+            raise RecipeError("all are judged on the recipe's own panel, whose random_mixes alone may differ")
+        changed, base = (within_size(recipe, source, config) for recipe in (varied, base))
+        for recipe in (changed, _encoding(changed, base)):
+            refuse_impossible(profile_rules(census(config), recipe.output.profile).values(), config, recipe)
+    except Keys35Error as error:
+        raise type(error)(f"variant '{variant.name}': {error}") from None
+    return changed
+
+
+def _made_of(source: str, variant: Variant, changed: Recipe) -> dict[str, Any]:
+    """What a row comes from beside its recipe; raises RecipeError for text that is missing."""
+    calibration = load_text_set(changed.calibration.set).only(changed.calibration.domains)
+    return {"source": source, "calibration_text": _short_digest(calibration.digest),
+            "panel_text": _short_digest(load_text_set(changed.panel.set).digest), "sets": sorted(variant.sets)}
 
 
 def _score(
@@ -146,9 +183,10 @@ def _score(
 def _encoding(changed: Recipe, base: Recipe) -> Recipe:
     """The recipe that a variant's work directory belongs to: all that encodes, with the base's allocation.
 
-    Behind a quantized prefix the allocation shapes every encoding, so that it is the variant's own.
+    Behind a quantized prefix the allocation shapes every encoding, so that it is the variant's own; so it is for layers
+    of one width, which may not have the base's mean.
     """
-    if changed.encoder.prefix == "quantized":
+    if changed.encoder.prefix == "quantized" or changed.output.profile == "uniform-layer":
         return changed
     kept = {key: getattr(base.experts, key) for key in ALLOCATED_LATER}
     widths = changed.experts.widths
@@ -179,11 +217,11 @@ def _row(
         "group": variant.group, "name": variant.name, "set": variant.changes,
         "recipe_sha256": job.recipe.digest(), "machine": machine(),
         "noise_floor": reference["noise"], "panel_tokens": reference["tokens"],
-        "sets": {name: _numbers(metrics) | {"mean": str(mean_width(sets[name])), "counts": bit_counts(sets[name])}
+        "sets": {name: numbers(metrics) | {"mean": str(mean_width(sets[name])), "counts": bit_counts(sets[name])}
                  for name, metrics in scored.items()},
-        "unseen": _unseen(job, measured, judge) if not variant.sets or UNSEEN in variant.sets else {},
+        "unseen": unseen(job, measured, judge) if not variant.sets or UNSEEN in variant.sets else {},
         "choice": choice.facts(),
-        "proxy_error": _proxy_errors(job),
+        "proxy_error": proxy_errors(job),
         "bytes": sum(size.output_bytes for size in class_sizes(job.rules.values(), job.recipe, sizes, 1)),
         "seconds": {k: v for k, v in making(job.work)["seconds"].items() if not k.startswith(("baseline", FOLDER))},
         "measuring_seconds": sum(making(job.work, until="allocated")["seconds"].values()),
@@ -199,7 +237,12 @@ def _wanted(job: Job, measured: Measured, choice: Choice, variant: Variant) -> d
     sets["by-energy"] = whole_model(measured.costs_by_energy(), experts.widths, experts.budget)
     asked = variant.sets or tuple(sets)
     return {name: widths for name, widths in sets.items()
-            if name in asked or name.rstrip("0123456789").rstrip("-") in asked}
+            if name in asked or _plain(name) in asked}
+
+
+def _plain(name: str) -> str:
+    """What kind of set a numbered one is."""
+    return name.rstrip("0123456789").rstrip("-")
 
 
 def _scored(
@@ -212,30 +255,10 @@ def _scored(
     widths = {name: _by_layer(job, chosen) for name, chosen in sets.items()}
     names = {name: _short_digest(f"{chosen} {judge[0].fingerprint}") for name, chosen in widths.items()}
     final = None
-    if job.recipe.encoder.prefix == "quantized" and "allocation" in names:
-        final = names["allocation"] = f"final-{names['allocation']}"
+    if job.recipe.encoder.prefix == "quantized" and ALLOCATION in names:
+        final = names[ALLOCATION] = f"final-{names['allocation']}"
     scored = score_sets(job, FOLDER, {names[name]: chosen for name, chosen in widths.items()}, *judge, progress, final)
     return {name: scored[key] for name, key in names.items()}
-
-
-def _unseen(job: Job, measured: Measured, judge: tuple[Panel, Reference]) -> dict[str, dict[str, float]]:
-    """KL of perturbations that no layer weight was made from, beside what they predict; nothing else is quantized.
-
-    Each layer alone at its narrowest width, a random mix, and every expert at the widest width.
-    """
-    widths, sizes = measured.widths, [len(layer) for layer in measured.error]
-    sets = {f"layer {layer} alone at {widths[0]}": [np.full(size, widths[0] if here == place else 0)
-                                                   for here, size in enumerate(sizes)]
-            for place, layer in enumerate(measured.layers)}
-    mix = random_mix(sizes, job.recipe.experts.budget, job.recipe.seed)
-    sets |= {"a random mix": mix} if {int(w) for row in mix for w in row} <= set(widths) else {}
-    sets[f"all at {widths[-1]}"] = [np.full(size, widths[-1]) for size in sizes]
-    found = {}
-    for name, chosen in sets.items():
-        layers = [[plain_width(w) or None for w in row] for row in chosen]
-        store = MixStore(job, dict(zip(measured.layers, layers, strict=True)), only_experts=True)
-        found[name] = {"predicted": measured.predicted_kl(layers), "kl": score_panel(store, Ranks(), *judge)["kl"]}
-    return found
 
 
 def _by_layer(job: Job, widths: Sequence[Any]) -> dict[int, list[float]]:
@@ -249,20 +272,3 @@ def _slug(variant: Variant) -> str:
 
 def _short_digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def _numbers(metrics: dict[str, Any]) -> dict[str, Any]:
-    kept = {key: metrics[key] for key in ("kl", "kl_reverse", "top1", "top2", "ppl", "ppl_reference")}
-    kept["domains"] = {name: scored["kl"] for name, scored in metrics["domains"].items()}
-    return kept | ({"mtp_acceptance": metrics["mtp"]["acceptance"]} if "mtp" in metrics else {})
-
-
-def _proxy_errors(job: Job) -> dict[str, float]:
-    """Mean proxy error of the routed experts at each candidate width."""
-    found: dict[str, list[float]] = {}
-    for layer in job.config.moe_layers:
-        for unit in expert_units(job, layer):
-            receipt = job.work.receipt(unit.name)
-            for width, experts in receipt["data"]["proxy_error"].items():
-                found.setdefault(width, []).extend(error for expert in experts if expert for error in expert)
-    return {width: fmean(errors) for width, errors in found.items()}

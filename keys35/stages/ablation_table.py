@@ -10,14 +10,15 @@ OTHERS = ("error-only", "equal-per-layer", "experts")
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """The result as Markdown; empty without any row."""
-    rows = result["variants"]
+    """The result as Markdown; variants without a row are named."""
+    rows, missing = result["variants"], ", ".join(result.get("missing", ()))
+    without = [f"No row yet of: {missing}.", ""] if missing else []
     if not rows:
-        return ""
+        return "\n".join(without)
     lines = [f"Panel: {rows[0]['panel_tokens']:,} tokens; noise floor {rows[0]['noise_floor']['kl']:.1e} nats. KL is "
              "BF16 against the variant, mean over positions; `random mix` are five seeds of the two neighbouring "
              "widths, encoded like the variant, mean and standard deviation. A KL with `r` is of a random mix that "
-             "the tool fell back to. Proxy error: mean of the experts' linears, by width.", ""]
+             "the tool fell back to. Proxy error: mean of the experts' linears, by width.", "", *without]
     for group in dict.fromkeys(row["group"] for row in rows):
         members = [row for row in rows if row["group"] == group]
         lines += [f"### {group}", "", *_grid(HEAD, map(_line, members)), ""]

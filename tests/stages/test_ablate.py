@@ -1,11 +1,12 @@
 """Ablations: variants change what they name and nothing else, share encodings, and resume."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from small import small_recipe, small_source
 
-from keys35.errors import RecipeError
+from keys35.errors import BudgetError, RecipeError
 from keys35.progress import Progress
 from keys35.recipe import load_recipe
 from keys35.stages.ablate import Variant, ablate, load_variants, vary
@@ -53,6 +54,9 @@ def test_unknown_keys_and_names_are_refused(tmp_path):
     b"[[variant]]\ngroup = 'a'\nname = 'b'\nsets = 'allocation'",  # a list of letters, none of which is a set
     b"[[variant]]\ngroup = 'a'\nname = 3",
     b"[[variant]]\ngroup = 'a'\nname = 'b'\n[[variant]]\ngroup = 'a'\nname = 'b'\nset = { seed = 1 }",
+    b"[[variant]]\ngroup = 'a'\nname = 'b'\nchanges = { seed = 3 }",  # it would be the recipe as it is
+    b"[[variant]]\ngroup = 'a'\nname = 'b'\nsets = ['allocation', 'randm']",
+    b"[[variant]]\ngroup = 'a'\nname = 'b'\nsets = ['random']",  # no row without the allocation's KL
     b"[variant]\ngroup = 'a'\nname = 'b'", b"variant = 3", b"variant = ['a']", b"# caf\xe9",
 ])  # fmt: skip
 def test_lists_of_another_form_are_refused(tmp_path, text):
@@ -61,11 +65,49 @@ def test_lists_of_another_form_are_refused(tmp_path, text):
         load_variants(tmp_path / "v.toml")
 
 
-def test_a_bad_variant_is_refused_before_the_first_is_measured(tmp_path):
-    source, work = small_source(tmp_path / "source"), tmp_path / "work"
-    with pytest.raises(RecipeError, match="shrinks"):
-        ablate(source, small_recipe(), [DEFAULT, Variant("A", "bad", {"calibration.shrinks": 1}, ())], work, Progress())
+@pytest.mark.parametrize(("changes", "refusal", "message"), [
+    ({"calibration.shrinks": 1}, RecipeError, "shrinks"),
+    ({"experts.bits": 2.7}, BudgetError, "variant 'bad': 4 experts cannot have a mean of exactly 27/10"),
+    ({"calibration.domains": ["nobody"]}, RecipeError, "nobody"),
+    ({"panel.windows": 2}, RecipeError, "variant 'bad': all are judged on the recipe's own panel"),
+])  # fmt: skip
+def test_a_bad_variant_is_refused_before_the_first_is_measured(source, tmp_path, changes, refusal, message):
+    work = tmp_path / "work"
+    with pytest.raises(refusal, match=message):
+        ablate(source, small_recipe(), [DEFAULT, Variant("A", "bad", changes, ())], work, Progress())
     assert not work.exists()
+
+
+def test_layers_of_one_width_have_the_mean_of_their_own(tmp_path):
+    """The base's, 2.75, is none that one layer can have; encodings were made under it."""
+    changes = {"output.profile": "uniform-layer", "experts.bits": 3}
+    found = ablate(small_source(tmp_path / "s"), small_recipe(), [Variant("A", "u", changes, ())], tmp_path / "w",
+                   Progress(), finished=True)
+    assert found["missing"] == ["u"] and not (tmp_path / "w").exists()
+
+
+def test_a_row_of_something_else_is_none(source, tmp_path, monkeypatch):
+    """Another source, text or recipe in the same place: figures of the first were shown as the second's."""
+    scored = {"group": "A", "name": "default", "recipe_sha256": small_recipe().digest(), "kl": 1}
+    monkeypatch.setattr("keys35.stages.ablate._score", lambda *_: scored)
+
+    def rows(where, recipe, variant=DEFAULT, finished=True):
+        result = ablate(where, recipe, [variant], tmp_path / "work", Progress(), finished)
+        return len(result["variants"]), result["missing"]
+
+    assert rows(source, small_recipe()) == (0, ["default"])
+    assert rows(source, small_recipe(), finished=False) == rows(source, small_recipe()) == (1, [])
+    other = small_source(tmp_path / "other", mtp=False)
+    assert rows(other, small_recipe()) == (0, ["default"])
+    assert rows(source, small_recipe(seed=3)) == (0, ["default"])
+    assert rows(source, small_recipe(), replace(DEFAULT, sets=("allocation",))) == (0, ["default"])
+    text = ablate(source, small_recipe(seed=3), [DEFAULT], tmp_path / "work", Progress(), finished=True)
+    assert table(text) == "No row yet of: default.\n"
+
+
+def test_a_byte_order_mark_is_no_part_of_a_list(tmp_path):
+    (tmp_path / "v.toml").write_bytes(b"\xef\xbb\xbf[[variant]]\ngroup = 'a'\nname = 'b'\n")
+    assert load_variants(tmp_path / "v.toml") == [Variant("a", "b", {}, ())]
 
 
 def test_a_group_is_chosen_by_its_name():

@@ -53,8 +53,8 @@ def test_how_well_a_cost_is_known_is_of_all_domains_together(tiny):
         measured, found = read_measured(job), explain(job, 1, 1)
         data = job.work.require(expert_units(job, 1)[1].name)["data"]
     for column, width in enumerate(measured.widths):
-        known, unit = zip(data["error"][0][column], data["error_se"][0][column], strict=True), measured.alpha[0]
-        nats = [(s * a * error, s * a * spread) for s, a, (error, spread) in zip(measured.share, unit, known, strict=True)]
+        error, spread = (np.array(data[key][0][column]) for key in ("error", "error_se"))
+        nats = [(a * e, a * s) for a, e, s in zip(measured.share * measured.alpha[0], error, spread, strict=True)]
         wanted = sum(spread**2 for _, spread in nats) ** 0.5 / sum(cost for cost, _ in nats)
         assert found.error_se[str(width)] == pytest.approx(wanted)
 
