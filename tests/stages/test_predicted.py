@@ -30,7 +30,7 @@ def test_a_sample_is_encoded_and_everything_in_the_end(tmp_path, tiny):
         assert [data["error"][0] is not None for data in receipts] == [False, True, False, False]
         result = allocate(job)
         assert result["predicted"]["experts"] == 1  # one of each MoE layer, and no held-out token chose the other
-        told = [sentences(explain(job, 1, expert))[2] for expert in (0, 1)]
+        told = [sentences(explain(job, 1, expert))[2] for expert in (2, 1)]
         assert "predicted from a simulated encoding" in told[0] and "error known to" in told[1]
         quantize(job, Progress())
         chosen = load_allocation(job)
