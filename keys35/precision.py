@@ -52,7 +52,7 @@ def cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
         panel = torch.linalg.solve_triangular(block.mT, lower[..., below, here], upper=True, left=False)
         lower[..., below, here] = panel
         lower[..., below, below] -= panel @ panel.mT
-    return lower.tril(), failed
+    return lower.tril_(), failed
 
 
 def vector_sum(values: Tensor) -> Tensor:

@@ -17,10 +17,10 @@ from keys35.bench.timing import milliseconds
 from keys35.calibration.correction import PairedInputs
 from keys35.files.atomic import write_json
 from keys35.report.machine import machine
-from keys35.stages.prefix_cost import solve_flops, sum_flops
+from keys35.stages.prefix_cost import OF_AN_EXPERT
 
-RATED = "gate and up of an expert"
-CASES = {RATED: (6144, 4096, 14336), "down of an expert": (2048, 6144, 14336), "o_proj": (16384, 6144, 24576)}
+GATE_UP, DOWN = OF_AN_EXPERT
+CASES = {GATE_UP: (6144, 4096, 14336), DOWN: (2048, 6144, 14336), "o_proj": (16384, 6144, 24576)}
 """Inputs, outputs, and rows that are summed at a time: an expert's mean share of 224 windows, a pass's tokens."""
 
 
@@ -37,7 +37,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "versions": {"keys35": __version__, "torch": torch.__version__},
         "machine": machine(),
         "cases": cases,
-        "flops_per_second": cases[RATED]["flops_per_second"],
     }
     write_json(options.out, result)
     print(*(f"{name}: {case}" for name, case in cases.items()), sep="\n")
@@ -54,10 +53,8 @@ def _case(inputs: int, outputs: int, rows: int) -> dict[str, Any]:
     sums = PairedInputs()
     summing = milliseconds(lambda: sums.add(source, found, half), 3)
     solving = milliseconds(lambda: sums.corrected(weight), 3)
-    flops = sum_flops(inputs, rows) + solve_flops(inputs, outputs)
     return {
         "inputs": inputs, "outputs": outputs, "rows": rows, "sum_ms": round(summing, 2), "solve_ms": round(solving, 2),
-        "flops": flops, "flops_per_second": round(1e3 * flops / (summing + solving)),
         "peak_device_bytes": torch.cuda.max_memory_allocated(),
     }
 

@@ -137,6 +137,7 @@ def figures(job: Job) -> dict[str, Any]:
         "encoder_share_of_layer": round(kinds["encode"] / layer, 4),
         "encoder_share_with_assembly_and_check": round(kinds["encode"] / whole, 4),
         "encode_mws_a_width": round(expert * encodings / encode / 1e6, 2),
+        **_behind_prefix(events),
         "peak_device_bytes": max((unit.get("peak_device_bytes", 0) for unit in timed), default=0),
         "peak_host_bytes": max(event["host"] for event in events if event["event"] == "staged"),
         "rows_gini": round(_gini([rows for receipt in receipts for rows in receipt["fit_rows"]]), 3),
@@ -144,6 +145,19 @@ def figures(job: Job) -> dict[str, Any]:
         "interruptions": sum(event["event"] == "started" for event in events) - 1,
         "check": {key: checked[key] for key in ("findings", "mean")},
     }
+
+
+def _behind_prefix(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Seconds of what a quantized prefix encodes, by kind: the dense linears and the experts."""
+    found: dict[str, Counter[str]] = {"dense": Counter(), "experts": Counter()}
+    for event in events:
+        for part, begins in (("dense", "quantize/dense/"), ("experts", "final/")):
+            if event["event"] == f"{part}-time" and event["unit"].startswith(begins):
+                found[part].update({kind: spent for kind, spent in event["seconds"].items() if kind in KINDS})
+    if not found["experts"]:
+        return {}
+    return {"behind_prefix": {part: {kind: round(value, 2) for kind, value in spent.items()}
+                              for part, spent in found.items()}}
 
 
 def _mean(errors: Iterable[list[float] | None]) -> float:

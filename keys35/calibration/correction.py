@@ -59,9 +59,11 @@ class PairedInputs:
                 if missing is not None:
                     sums.lost.addmm_(q.T, missing[side])
 
-    def hessian(self) -> Tensor:
-        """Mean of q q^T over all rows, float32 (in, in)."""
-        return (self._sums[0].gram + self._sums[1].gram) / self.rows
+    def finish(self) -> Tensor:
+        """Mean of q q^T over all rows, float32 (in, in); the sums are dropped, whose room an encoder needs."""
+        first, second = self._sums
+        self._sums = []
+        return (first.gram + second.gram).div_(self.rows)
 
     def corrected(self, weight: Tensor) -> Tensor:
         """The weight (in, out) to encode: weight + share (q^T q + ridge)^-1 q^T ((x - q) weight + r).

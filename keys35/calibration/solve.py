@@ -22,8 +22,10 @@ def probes(weight: Tensor) -> Tensor:
 
 def ridged(grams: Tensor, ridge: float) -> Tensor:
     """(.., n, n) with a share of its mean diagonal added to the diagonal."""
-    mean = grams.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
-    return grams + ridge * mean * torch.eye(grams.shape[-1], device=grams.device)
+    diagonals = grams.diagonal(dim1=-2, dim2=-1)
+    found = grams.clone()
+    found.diagonal(dim1=-2, dim2=-1).add_(ridge * diagonals.mean(-1, keepdim=True))
+    return found
 
 
 def ridge_fit(gram: Tensor, match: Tensor, ridge: float) -> Tensor:

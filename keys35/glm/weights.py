@@ -162,9 +162,13 @@ class StoredLayer:
             self._linears[name] = PackedLinears([parts]) if "trellis" in parts else None
         return self._linears[name]
 
-    def load(self, readers: int = 1) -> None:
-        """Read everything now, for a layer that is to stay in memory; `WeightStore.read` counts for one reader only."""
-        rules = [rule for rule in self._store.rules.values() if rule.layer == self._layer]
+    def load(self, readers: int = 1, experts: bool = True) -> None:
+        """Read everything now, or all but the routed experts, for a layer that is to stay in memory.
+
+        `WeightStore.read` counts for one reader only.
+        """
+        mine = (rule for rule in self._store.rules.values() if rule.layer == self._layer)
+        rules = [rule for rule in mine if experts or rule.expert is None]
         fetch = self._parts if self._keep is Keep.PACKED else lambda rule: self._value(rule.name)
         with ThreadPoolExecutor(readers) as pool:
             list(pool.map(fetch, rules))

@@ -143,12 +143,15 @@ def _finish(
             forget_states(job, done)
 
 
-def layer_weights(job: Job, store: WeightStore, layer: int) -> StoredLayer:
-    """A layer's weights: a GPU holds them as they are stored, a CPU reads experts when they are asked for."""
+def layer_weights(job: Job, store: WeightStore, layer: int, experts: bool = True) -> StoredLayer:
+    """A layer's weights: a GPU holds them as they are stored, a CPU reads experts when they are asked for.
+
+    experts: whether routed ones will be, which are all but a fiftieth of a layer.
+    """
     if job.device.type == "cpu":
         return store.layer(layer)
     weights = store.layer(layer, Keep.PACKED)
-    weights.load(READERS)
+    weights.load(READERS, experts)
     return weights
 
 

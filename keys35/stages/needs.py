@@ -126,9 +126,12 @@ def device_bytes(config: GlmConfig, recipe: Recipe) -> int:
     scores = config.num_attention_heads * QUERY_ROWS * recipe.calibration.window
     expert = 3 * config.hidden_size * config.moe_intermediate_size
     layer = config.n_routed_experts * expert * BF16
-    passing = layer + FLOAT * (2 * _widest(config) ** 2 + 4 * at_once * config.hidden_size + 6 * scores)
-    if recipe.encoder.prefix == "quantized":  # a layer's linears are corrected while all of it is there
-        passing = max(passing, layer + prefix_device_bytes(config, _widest(config)))
+    passing = FLOAT * (2 * _widest(config) ** 2 + 4 * at_once * config.hidden_size + 6 * scores)
+    if recipe.encoder.prefix == "quantized":  # linears are corrected, or one is encoded, while no expert is there
+        corrected = prefix_device_bytes(config, _widest(config))
+        passing = max(layer + passing, passing + corrected, passing + corrected // 2 + SCRATCH)
+    else:
+        passing += layer
     stack = LOW_MEMORY_STACK if low else STACK
     experts = min(recipe.experts.group, max(1, 3 * stack // (2 * expert)))
     hidden, inner = config.hidden_size**2, config.moe_intermediate_size**2

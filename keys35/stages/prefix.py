@@ -23,6 +23,7 @@ from keys35.glm.block import LayerWeights, Observer
 from keys35.glm.layer import behind_attention, gated_mlp, route
 from keys35.glm.names import Role, TensorRule
 from keys35.glm.weights import Overlay
+from keys35.host import into_host
 from keys35.precision import short_products
 from keys35.stages.capture import layer_weights
 from keys35.stages.dense import dense_weight, save_dense
@@ -56,7 +57,8 @@ def encode_behind_prefix(job: Job, layer: int, windows: Windows, allocation: dic
     spent = Spans(job.device)
     with spent("reading"):
         streams = states_before(job, layer, windows, allocation)
-        weights = layer_weights(job, job.store, layer)  # not sooner: making states may have needed another's, or these
+        # Not sooner: making states may have needed another layer's. Its experts are the workers' to read.
+        weights = layer_weights(job, job.store, layer, experts=False)
     encoder = _DenseEncoder(job, layer, weights, spent)
     for modules in IN_ORDER:
         if any(encoder.has(module) for module in modules):
@@ -99,17 +101,22 @@ class _DenseEncoder:
         """What it became."""
         return self._matrices[module]
 
-    def encode(self, modules: tuple[str, ...], sums: PairedInputs) -> None:
-        """Correct and encode those that the layer has of some linears with one input."""
+    def encode(self, modules: tuple[str, ...], sums: PairedInputs) -> Tensor:
+        """Correct and encode those that the layer has of some linears with one input; their Hessian.
+
+        The sums are lost.
+        """
         rules = [self._rules[module] for module in modules if module in self._rules]
         key, bits = rules[0].module, self._job.recipe.dense.bits
         with self._spent("Hessians"):
             jobs = [LinearJob(rule.module, sums.corrected(dense_weight(self._job, rule)), key) for rule in rules]
+            hessian = sums.finish()
         with self._spent("encode"):
-            found = encode_group(jobs, {key: sums.hessian()}, [bits], self._job.encode_options, self._job.recipe.seed)
+            found = encode_group(jobs, {key: hessian}, [bits], self._job.encode_options, self._job.recipe.seed)
         for rule in rules:
             self.encoded[rule.module] = found[rule.module, bits]
             self._matrices[rule.module.split(".", 3)[3]] = _decoded(rule, found[rule.module, bits])
+        return hessian
 
 
 def _decoded(rule: TensorRule, encoded: EncodedLinear) -> Tensor:
@@ -169,15 +176,15 @@ def _encode_mlp(job: Job, layer: int, streams: Streams, encoder: _DenseEncoder) 
     for rows in paired_rows(job, layer, streams, encoder.weights):
         entering.add(rows.source, rows.found, rows.half)
     if not encoder.has(gate):
-        return entering.hessian()
-    encoder.encode((gate, up), entering)
+        return entering.finish()
+    hessian = encoder.encode((gate, up), entering)
     exact, lossy = ([weight(module) for module in (gate, up)] for weight in (encoder.exact, encoder.lossy))
     within = PairedInputs()
     for rows in paired_rows(job, layer, streams, encoder.weights):
         source, found = inner(rows.source, *exact), inner(rows.found, *lossy)
         within.add(source * rows.root, found * rows.root, rows.half, rows.missing)
     encoder.encode((down,), within)
-    return entering.hessian()
+    return hessian
 
 
 def _mlp_modules(job: Job, layer: int) -> list[str]:
@@ -189,17 +196,23 @@ def _save_rows(
     job: Job, layer: int, streams: Streams, exact: LayerWeights, lossy: LayerWeights, hessian: Tensor
 ) -> str:
     """What a layer's experts are encoded on, once its other linears are there."""
-    count, length, _ = streams[SOURCE].x.shape
-    parts = [_expert_rows(job, layer, rows, exact, lossy) for rows in paired_rows(job, layer, streams, exact)]
-    found, ids, weights, source, missing = (torch.cat(column) for column in zip(*parts, strict=True))
-    tensors = MoeRows(found, ids, weights).tensors("fit") | {"source": source, "missing": missing, "hessian": hessian}
+    count, length, d = streams[SOURCE].x.shape
+    tokens, k, at = count * length, job.config.num_experts_per_tok, 0
+    x, source, missing = (torch.empty(tokens, d, dtype=job.states_dtype) for _ in range(3))
+    fit = MoeRows(x, torch.empty(tokens, k, dtype=torch.int64), torch.empty(tokens, k))
+    for rows in paired_rows(job, layer, streams, exact):
+        part = slice(at, at := at + len(rows.found))
+        found = _expert_rows(job, layer, rows, exact, lossy)
+        for kept, new in zip((fit.x, fit.expert_ids, fit.weights, source, missing), found, strict=True):
+            into_host(kept[part], new)
+    tensors = fit.tensors("fit") | {"source": source, "missing": missing, "hessian": hessian}
     return save_tensors(prefix_rows_file(job, layer), tensors | {"half": halves(range(count), length)})
 
 
 def _expert_rows(
     job: Job, layer: int, rows: PairedRows, exact: LayerWeights, lossy: LayerWeights
 ) -> tuple[Tensor, ...]:
-    """Of `PrefixRows` on the host: the quantized stream's inputs, routing, and the source's inputs and what is missing.
+    """Of `PrefixRows`: the quantized stream's inputs, ids and weights, the source's inputs and what is missing.
 
     A token's experts share in what its state lacks behind attention and the shared expert as they share in its output.
     """
@@ -207,9 +220,7 @@ def _expert_rows(
     with short_products(job.device):
         shared = _shared(job, layer, exact, rows.source) - _shared(job, layer, lossy, rows.found)
     missing = (rows.missing / rows.root + shared) / router.sum(-1, keepdim=True).clamp(min=LEAST_WEIGHT)
-    kept = (rows.found, rows.source, missing)
-    found, source, missing = (part.to("cpu", job.states_dtype) for part in kept)
-    return found, ids.cpu(), (router * rows.root).cpu(), source, missing
+    return rows.found, ids, router * rows.root, rows.source, missing
 
 
 def _shared(job: Job, layer: int, weights: LayerWeights, rows: Tensor) -> Tensor:

@@ -9,11 +9,11 @@ from keys35.glm.config import GlmConfig
 from keys35.glm.names import Role, TensorRule, census
 from keys35.recipe import Recipe, resource_dir
 from keys35.stages.needs import sample_step
-from keys35.stages.prefix_cost import prefix_seconds
+from keys35.stages.prefix_cost import PrefixSeconds, prefix_seconds
 from keys35.stages.sizes import exl3_bytes
 
 GPUS = 1, 8
-MEASURED, SOLVES = "real-layer-h200.json", "prefix-solves-h200.json"
+MEASURED, BEHIND = "real-layer-h200.json", ("prefix-layer-h200.json", "prefix-solves-h200.json")
 ASSUMPTIONS = (
     "every layer takes what the measured one took: the encoder by weights and widths, forward pass, Hessians and "
     "judging by calibration tokens, the rest by layer",
@@ -26,9 +26,8 @@ ASSUMPTIONS = (
 
 
 BEHIND_PREFIX = (
-    "behind the quantized prefix attention takes its part of a forward pass by the weights that a token meets, and the "
-    "corrections run at the measured rate of their sums and solves; dense linears and passes wait for one another, a "
-    "layer's experts are shared out"
+    "behind the quantized prefix passes, sums and rows take what they took in another measured layer, by calibration "
+    "tokens; dense linears and passes wait for one another, a layer's experts are shared out"
 )
 
 
@@ -92,19 +91,20 @@ def simulated_hours(config: GlmConfig, recipe: Recipe) -> float | None:
 def projected(config: GlmConfig, recipe: Recipe) -> Projection | None:
     """From the layer that the shipped benchmark measured; None where it is not at hand."""
     folder = resource_dir("benchmarks", "reports/benchmarks")
-    needed = [folder / MEASURED] + ([folder / SOLVES] if recipe.encoder.prefix == "quantized" else [])
+    needed = [folder / name for name in (MEASURED, *BEHIND)[: 3 if recipe.encoder.prefix == "quantized" else 1]]
     if not all(path.is_file() for path in needed):
         return None
-    measured, *solves = (read_json(path) for path in needed)
-    return project(measured, config, recipe, solves=solves[0] if solves else None)
+    measured, *behind = (read_json(path) for path in needed)
+    return project(measured, config, recipe, *behind)
 
 
 def project(
-    measured: Mapping[str, Any], config: GlmConfig, recipe: Recipe, solves: Mapping[str, Any] | None = None
+    measured: Mapping[str, Any], config: GlmConfig, recipe: Recipe,
+    behind: Mapping[str, Any] | None = None, solves: Mapping[str, Any] | None = None,
 ) -> Projection:
     """From a measured layer, as reports/benchmarks/real-layer-h200.json has it, to a model and its recipe.
 
-    solves: reports/benchmarks/prefix-solves-h200.json, needed for a quantized prefix.
+    behind and solves: what `prefix_seconds` reads, needed for a quantized prefix.
     """
     rules = list(census(config).values())
     a_weight, passes = 1e-6 / measured["encode_mws_a_width"], list(encoder_passes(rules, config, recipe))
@@ -125,17 +125,19 @@ def project(
             again += spent["reading"] + spent["forward"] * every
     forward, other = layers * spent["forward"] * every, layers * (shared + fixed + again)
     weighing = _copies(config) * spent["forward"] / sum(tokens.values()) * choice.sensitivity_windows * choice.window
-    behind = prefix_seconds(measured, solves, config, rules, recipe)
-    alone = behind.alone  # what no second GPU makes faster
+    prefix = PrefixSeconds()
+    alone = 0.0  # what no second GPU makes faster
     if recipe.encoder.prefix == "quantized":
-        alone += a_weight * sum(_padded(rule) for rule, _ in passes if rule.role is Role.DENSE)
+        prefix = prefix_seconds(measured, behind, solves, config, recipe)
+        alone = prefix.alone + a_weight * sum(_padded(rule) for rule, _ in passes if rule.role is Role.DENSE)
     spread = encode + other + weighing
-    shared = spread + behind.alone + behind.shared - alone
-    wall = {n: (spread + forward + behind.alone + behind.shared if n == 1 else max(shared / n, forward) + alone) / 3600
+    behind_it = prefix.alone + prefix.shared
+    shared = spread + behind_it - alone
+    wall = {n: (spread + forward + behind_it if n == 1 else max(shared / n, forward) + alone) / 3600
             for n in GPUS}
     return Projection(
         encode / 3600, weighing / 3600, (forward + other) / 3600, wall, *_bytes(rules, config, recipe),
-        (behind.alone + behind.shared) / 3600,
+        behind_it / 3600,
     )
 
 
@@ -165,12 +167,14 @@ def _padded(rule: TensorRule) -> int:
 def _bytes(rules: list[TensorRule], config: GlmConfig, recipe: Recipe) -> tuple[float, float]:
     """GB: every weight read for the forward pass and again for its encoding; candidates and the output written.
 
-    Where experts are encoded once more, read again and written beside what was measured: behind a quantized prefix, two
-    more passes, or where costs were predicted, one more. Predicted ones have a sample's candidates only.
+    Where experts are encoded once more, read again and written beside what was measured: behind a quantized prefix, a
+    pass and one more of all but the experts, or where costs were predicted, a pass. Predicted ones have a sample's
+    candidates only.
     """
     prefix, predicted = recipe.encoder.prefix == "quantized", recipe.experts.measure == "predicted"
-    again, passes = prefix or predicted, 2 if prefix else int(predicted)
-    read = sum(rule.nbytes * (1 + rule.quantized + passes + (again and rule.role is Role.EXPERT)) for rule in rules)
+    again = prefix or predicted
+    read = sum(rule.nbytes * (1 + rule.quantized + again * (1 + (rule.role is Role.EXPERT))
+                              + (prefix and rule.expert is None)) for rule in rules)
     candidates = sum(recipe.experts.widths) / sample_step(config, recipe)
     bits = {Role.EXPERT: candidates, Role.MTP_EXPERT: recipe.mtp.bits, Role.DENSE: recipe.dense.bits}
     final = {**bits, Role.EXPERT: recipe.experts.budget}

@@ -71,7 +71,7 @@ def states_before(job: Job, layer: int, windows: Windows, allocation: dict[int, 
     streams = _states_after(job, min(layer, job.config.num_hidden_layers) - 1, windows, allocation)
     if not job.config.is_mtp(layer):
         return streams
-    weights = layer_weights(job, job.store, layer)
+    weights = layer_weights(job, job.store, layer, experts=False)
     return {name: mtp_states(job, job.store, weights, streams[name], windows.tokens) for name in STREAMS}
 
 
@@ -94,10 +94,12 @@ def _states_after(job: Job, layer: int, windows: Windows, allocation: dict[int, 
 
 
 def _advanced(job: Job, layer: int, streams: Streams, allocation: dict[int, list[float]]) -> Streams:
-    encoded = MixStore(job, allocation, final=True).layer(layer)
-    passing = {SOURCE: layer_weights(job, job.store, layer), QUANTIZED: encoded}
-    after = {name: states.advance(job.config, layer, passing[name], job.device, job.tokens_at_once, in_place=True)
-             for name, states in streams.items()}
+    after = {}
+    for name, states in streams.items():  # one after the other: a GPU has room for few layers
+        source = name == SOURCE
+        weights = layer_weights(job, job.store, layer) if source else MixStore(job, allocation, final=True).layer(layer)
+        after[name] = states.advance(job.config, layer, weights, job.device, job.tokens_at_once, in_place=True)
+        del weights
     require_finite(layer, after)
     return after
 

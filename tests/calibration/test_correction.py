@@ -1,9 +1,13 @@
 """Weights fitted to a quantized prefix, against augmented least squares in float64 and on rows they have not seen."""
 
+import weakref
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from keys35.calibration.correction import RIDGES, PairedInputs
+from keys35.stages.prefix_cost import SQUARES
 
 IN, OUT, ROWS = 12, 5, 96
 
@@ -34,7 +38,39 @@ def output_error(fitted: torch.Tensor) -> float:
 
 def test_the_hessian_is_the_mean_over_both_halves() -> None:
     x, q = made()
-    assert torch.allclose(sums(x, q).hessian(), q.T @ q / ROWS, atol=1e-5)
+    assert torch.allclose(sums(x, q).finish(), q.T @ q / ROWS, atol=1e-5)
+
+
+class Memory(TorchDispatchMode):
+    """The most bytes that tensors made inside held at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live, self.most = weakref.WeakKeyDictionary(), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        for tensor in found if isinstance(found, tuple) else [found]:
+            if isinstance(tensor, torch.Tensor):
+                self.live[tensor.untyped_storage()] = tensor.untyped_storage().nbytes()
+        self.most = max(self.most, sum(self.live.values()))
+        return found
+
+
+def test_a_correction_keeps_to_the_memory_that_is_planned() -> None:
+    """Squares of a linear's inputs: GLM-5.3's o_proj has 16,384 of them."""
+    n, out = 1024, 8
+    q = torch.randn(n, n, generator=torch.Generator().manual_seed(2))
+    parts, half = list(q.clone().split(128)), torch.arange(128) % 2 == 0
+    with Memory() as memory:
+        found = PairedInputs()
+        while parts:
+            part = parts.pop().clone()
+            found.add(part, 0.9 * part, half)
+        fitted = found.corrected(torch.ones(n, out))
+        squares = memory.most / (4 * n * n)
+        found.finish()
+    assert not torch.equal(fitted, torch.ones(n, out)) and SQUARES - 1 < squares < SQUARES + 0.1, squares
 
 
 def test_the_correction_lies_on_the_way_to_a_ridge_regression() -> None:

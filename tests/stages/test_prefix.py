@@ -68,8 +68,8 @@ def test_states_and_encoder_hold_one_layers_weights_at_a_time(
     shutil.copytree(whole / "work", tmp_path / "work")
     loaded, most, load = weakref.WeakSet(), [], streams.layer_weights
 
-    def watched(*arguments: object) -> object:
-        weights = load(*arguments)
+    def watched(*arguments: object, **named: object) -> object:
+        weights = load(*arguments, **named)
         loaded.add(weights)
         most.append(len(loaded))
         return weights
