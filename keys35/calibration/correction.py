@@ -1,15 +1,21 @@
 """What a linear should be on the inputs that a quantized prefix gives it: it takes back what it can of their errors."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from keys35.calibration.solve import can_be_fitted, probes, ridge_fit
-from keys35.precision import whole_products
+from keys35.precision import vector_sum, whole_products
 
+MOST = 0.5  # of a weight, that making up for what others lose may change it by
 RIDGES = (0.03, 0.1, 0.3, 1.0, 3.0)  # shares of the mean diagonal that hold a fit near the source's weights
+
+
+def _square(matrix: Tensor) -> Tensor:
+    """The sum of its squares, the same bits for any count of threads."""
+    return vector_sum(matrix.square().sum(0))
 
 
 @dataclass(frozen=True)
@@ -70,18 +76,24 @@ class PairedInputs:
 
         With it the output on q is nearest to the source's on x, and to what is missing beside it. Ridge and share are
         those whose fit to half of the rows does best on the other half, in some of the outputs; the weight stays as it
-        is where none does good, or with hardly any rows.
+        is where none does good, or with hardly any rows. What is missing is left alone where the weight would have to be
+        another for it, as where states are far larger than anything that is added to them.
         """
         if not can_be_fitted(weight, self.rows):
             return weight
-        grams = [sums.gram for sums in self._sums]
-        matches = [sums.match(weight, probes) for sums in self._sums]
+        step = self._step(weight, self._sums)
+        if _square(step) > MOST**2 * _square(weight):
+            step = self._step(weight, [replace(sums, lost=None) for sums in self._sums])
+        return weight + step
+
+    def _step(self, weight: Tensor, halves: Sequence["_Sums"]) -> Tensor:
+        grams = [sums.gram for sums in halves]
+        matches = [sums.match(weight, probes) for sums in halves]
         best = max((self._judged(ridge, grams, matches) for ridge in RIDGES), key=lambda found: found[0])
         gain, share, ridge = best
         if not gain > 0:
-            return weight
-        match = sum(sums.match(weight) for sums in self._sums)
-        return weight + share * ridge_fit(grams[0] + grams[1], match, ridge)
+            return torch.zeros_like(weight)
+        return share * ridge_fit(grams[0] + grams[1], sum(sums.match(weight) for sums in halves), ridge)
 
     @staticmethod
     def _judged(ridge: float, grams: Sequence[Tensor], matches: Sequence[Tensor]) -> tuple[float, float, float]:

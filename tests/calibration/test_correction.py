@@ -118,6 +118,16 @@ def test_what_is_missing_beside_it_is_made_up_for() -> None:
     assert lost[0] < 0.5 * lost[1]
 
 
+def test_a_state_far_larger_than_what_is_added_to_it_is_left_alone() -> None:
+    """Weights a million times as large would make up for it, and could not be stored."""
+    x, q = made()
+    found, half = PairedInputs(), torch.arange(len(x)) % 2 == 0
+    found.add(1e-6 * x, 1e-6 * q, half, missing(x))
+    plain = PairedInputs()
+    plain.add(1e-6 * x, 1e-6 * q, half)
+    assert torch.equal(found.corrected(weight()), plain.corrected(weight()))
+
+
 def test_without_an_error_of_the_prefix_the_weight_stays() -> None:
     x, _ = made()
     assert torch.equal(sums(x, x).corrected(weight()), weight())
