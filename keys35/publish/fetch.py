@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 
 from keys35.errors import PublishError
 from keys35.files.atomic import require_space
+from keys35.files.ledger import held
 from keys35.files.source import WEIGHTS, ShardedSource
 from keys35.progress import Progress
 from keys35.publish.files import Hashes, RemoteFile
@@ -37,7 +38,7 @@ def fetch(hub: Hub, to: Path, progress: Progress | None = None, revision: str | 
     `revision` is a branch, tag or commit, the default branch if None; it is resolved once, so that files of two
     commits are never mixed. Sizes and SHA-256 are compared with the hub's. An interrupted fetch goes on with the
     file it was in. Raises PublishError for the hub's refusals and files that stay wrong, PlanError for too
-    little space, SourceError if what arrived is no usable checkpoint.
+    little space, ResumeError while another fetch fills the folder, SourceError if what arrived is no usable checkpoint.
     """
     to = Path(to)
     commit = hub.resolve(revision)
@@ -46,14 +47,15 @@ def fetch(hub: Hub, to: Path, progress: Progress | None = None, revision: str | 
     files = sorted((f for f in hub.files(commit).values() if _is_wanted(f.name)),
                    key=lambda f: (f.name.endswith(SHARD), f.name))
     _refuse_foreign(to, {f.name for f in files})
-    _clear_interrupted(to)
-    here = sum((to / f.name).stat().st_size for f in files if (to / f.name).is_file())
-    require_space(to, max(0, sum(f.size for f in files) - here))
-    hashes = Hashes(to)
-    with ThreadPoolExecutor(WORKERS) as pool:
-        arrived = pool.map(lambda file: _bring(hub, hashes, file, commit), files)
-        for step in (progress or Progress()).walk("fetch", files, attrgetter("name")):
-            step.kept = next(arrived)
+    with held(to / ".cache" / "keys35"):  # hidden: what else lies in the folder is carried along
+        _clear_interrupted(to)
+        here = sum((to / f.name).stat().st_size for f in files if (to / f.name).is_file())
+        require_space(to, max(0, sum(f.size for f in files) - here))
+        hashes = Hashes(to)
+        with ThreadPoolExecutor(WORKERS) as pool:
+            arrived = pool.map(lambda file: _bring(hub, hashes, file, commit), files)
+            for step in (progress or Progress()).walk("fetch", files, attrgetter("name")):
+                step.kept = next(arrived)
     return Fetched(hub.repo, commit, len(files), sum(f.size for f in files), ShardedSource.open(to, fp8=None))
 
 

@@ -13,8 +13,9 @@ from fake_hub import Entry, FakeHub
 from huggingface_hub import HfApi
 
 from keys35 import progress
-from keys35.errors import PlanError, PublishError, SourceError
+from keys35.errors import PlanError, PublishError, ResumeError, SourceError
 from keys35.files.atomic import sha256_file
+from keys35.files.ledger import held
 from keys35.progress import Progress
 from keys35.publish.fetch import fetch
 from keys35.publish.hub import Hub
@@ -178,3 +179,15 @@ def test_hashes_that_cannot_be_kept_are_no_fault(hub: Hub, stocked: FakeHub, sou
     (tmp_path / "to.hashes.json").mkdir()
     fetch(hub, tmp_path / "to")
     assert fetched(tmp_path / "to") == fetched(source)
+
+
+def test_two_at_once_do_not_fill_one_folder(hub: Hub, stocked: FakeHub, source: Path, tmp_path: Path) -> None:
+    """The second took the first one's half files for leftovers of a kill, and the first ended in a missing file."""
+    half = tmp_path / "to/.cache/huggingface/download/shard.1234.incomplete"
+    half.parent.mkdir(parents=True)
+    half.write_bytes(b"the first one's")
+    with held(tmp_path / "to/.cache/keys35"):
+        with pytest.raises(ResumeError, match=f"is in use by process {os.getpid()}"):
+            fetch(hub, tmp_path / "to")
+        assert half.exists() and downloads(stocked) == []
+    assert fetch(hub, tmp_path / "to").source.side_files() and fetched(tmp_path / "to") == fetched(source)
