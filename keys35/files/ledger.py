@@ -32,10 +32,12 @@ FRESH = "choose an empty work directory, or restore the file from a backup"
 def held(folder: Path) -> Iterator[None]:
     """Hold a folder, made if it is not there, for one driver; the lock ends with its process, however it dies.
 
-    Raises ResumeError naming the process that holds it, or the disk that cannot lock.
+    Raises ResumeError naming the process that holds it, or the disk that cannot lock or is full.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / LOCK, "a+") as file:
+    with _full_is_said(folder, "its lock can be made"):
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(folder / LOCK, "a+")
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as cause:
@@ -46,10 +48,22 @@ def held(folder: Path) -> Iterator[None]:
             file.seek(0)
             holder = file.read().strip() or "unknown"
             raise ResumeError(f"{folder}: is in use by process {holder}; wait or stop it") from cause
-        file.truncate(0)
-        file.write(f"{os.getpid()} on {os.uname().nodename}\n")
-        file.flush()
+        with _full_is_said(folder, "its lock can be written"):
+            file.truncate(0)
+            os.write(file.fileno(), f"{os.getpid()} on {os.uname().nodename}\n".encode())
         yield
+
+
+@contextmanager
+def _full_is_said(folder: Path, what: str) -> Iterator[None]:
+    """A full disk as a ResumeError that names the folder."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL:
+            raise ResumeError(f"{folder}: disk full, not even {what}; free space and run the same command again, "
+                              "finished work is kept") from error
+        raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,21 +171,15 @@ class Workdir:
     def log(self, event: str, **fields: Any) -> None:
         """Append one JSON line with the UTC time to the directory's log."""
         line = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **fields}
-        try:
-            with open(self.root / LOG_FILE, "ab+") as file:
-                if file.seek(0, os.SEEK_END) and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
-                    file.write(b"\n")  # a kill cut the last line short: do not write onto it
-                file.write((json.dumps(line) + "\n").encode())
-        except OSError as error:
-            if error.errno in FULL:
-                raise ResumeError(f"{self.root}: disk full, not even the log can grow; free space and run the same "
-                                  "command again, finished work is kept") from error
-            raise
+        with _full_is_said(self.root, "the log can grow"), open(self.root / LOG_FILE, "ab+") as file:
+            if file.seek(0, os.SEEK_END) and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
+                file.write(b"\n")  # a kill cut the last line short: do not write onto it
+            file.write((json.dumps(line) + "\n").encode())
 
     def events(self) -> list[dict[str, Any]]:
-        """All lines of the log, except those that a kill or a full disk cut short."""
+        """All lines of the log, except those that a kill or a full disk cut short or that are none of ours."""
         path = self.root / LOG_FILE
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        lines = path.read_bytes().splitlines() if path.exists() else []
         return [event for line in lines if (event := _whole(line)) is not None]
 
     def _receipt_path(self, unit: str) -> Path:
@@ -179,11 +187,13 @@ class Workdir:
         return path.with_name(path.name + ".json")
 
 
-def _whole(line: str) -> dict[str, Any] | None:
-    """A line's event; None if it was cut, which may be behind the bracket of something inside it."""
+def _whole(line: bytes) -> dict[str, Any] | None:
+    """A line's event; None if it was cut, which may be behind the bracket of something inside it, or says not when."""
     try:
-        return json.loads(line)
-    except ValueError:
+        event = json.loads(line)
+        datetime.fromisoformat(event["time"])
+        return event if isinstance(event["event"], str) else None
+    except (ValueError, KeyError, TypeError):
         return None
 
 

@@ -16,7 +16,8 @@ import torch
 
 from keys35.errors import ResumeError
 from keys35.files.atomic import load_tensors, save_tensors, sha256_file
-from keys35.files.ledger import Workdir
+from keys35.files.ledger import Workdir, held
+from keys35.report.measured import making
 
 REPO = Path(__file__).parents[2]
 JOB = {"source": {"config.json": "abc", "model-1": "5 bytes"}, "version": "0.1.0", "nothing": {},
@@ -144,7 +145,8 @@ def test_second_driver_is_told_who_holds_the_lock(work: Workdir) -> None:
 HOLDER = """
 import sys, time
 from pathlib import Path
-from keys35.files.ledger import Workdir
+from keys35.files.ledger import Workdir, held
+from keys35.report.measured import making
 with Workdir.open(Path(sys.argv[1]), None).lock():
     print("held", flush=True)
     time.sleep(60)
@@ -214,7 +216,8 @@ import sys
 from pathlib import Path
 import torch
 from keys35.files.atomic import save_tensors
-from keys35.files.ledger import Workdir
+from keys35.files.ledger import Workdir, held
+from keys35.report.measured import making
 work = Workdir.open(Path(sys.argv[1]), {"job": 1})
 with work.lock():
     print("ready", flush=True)
@@ -230,6 +233,36 @@ with work.lock():
 def files_of(root: Path) -> dict[str, bytes]:
     return {path.relative_to(root).as_posix(): path.read_bytes() for path in sorted(root.rglob("*"))
             if path.is_file() and path.name != "lock"}  # fmt: skip
+
+
+ODD_LINES = (
+    b'{"event": "captured"}', b'{"time": "2026-11-30T18:00:00+00:00"}', b'{"time": "noon", "event": "captured"}',
+    b'{"time": 3, "event": "captured"}', b"3", b"null", b"\xff\x00",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("line", ODD_LINES)
+def test_a_line_that_is_no_event_with_a_time_is_passed_over(work: Workdir, line: bytes) -> None:
+    """A report of the work directory ended in a KeyError."""
+    work.log("started")
+    with open(work.root / "log.jsonl", "ab") as file:
+        file.write(line + b"\n")
+    work.log("captured")
+    assert [event["event"] for event in work.events()] == ["started", "captured"]
+    assert list(making(work)["seconds"]) == ["calibration passes"]
+
+
+def test_a_full_disk_is_named_by_who_cannot_lock_a_folder(work: Workdir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """"No space left on device" named none."""
+    def full(fd: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("keys35.files.ledger.os.write", full)
+    with pytest.raises(ResumeError, match=f"{work.root}: disk full, not even its lock"), held(work.root):
+        pass
+    monkeypatch.undo()
+    with held(work.root):
+        pass
 
 
 def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:  # case 59
