@@ -140,6 +140,7 @@ def run_generate(
     out_dir: Path,
     *,
     draft: bool = False,
+    past_end: bool = False,
     mtp_hidden: str | None = None,
     device: str = "auto",
     dtype: str = "float32",
@@ -149,6 +150,7 @@ def run_generate(
 ) -> Generated:
     """Generate greedily after a prompt of token ids; with `draft` the MTP layer guesses the token after the next.
 
+    Ends before an end-of-sequence token, unless it is to go `past_end`.
     Other arguments and errors as for `run_panel`.
     """
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -160,6 +162,7 @@ def run_generate(
         prompt=tuple(prompt),
         new_tokens=new_tokens,
         draft=draft,
+        past_end=past_end,
         mtp_hidden=mtp_hidden,
         device=device,
         dtype=dtype,

@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ class RankJob:
 
     checkpoint may contain "{rank}", for nodes that hold copies under different paths. With `panel` and
     `reference` the job scores the panel; with `prompt` it generates `new_tokens` tokens, with `draft` by way of the MTP
-    layer; results go to `out`.
+    layer, fewer if the model ends its text unless `past_end`; results go to `out`.
     """
 
     checkpoint: str
@@ -53,6 +53,7 @@ class RankJob:
     prompt: tuple[int, ...] = ()
     new_tokens: int = 0
     draft: bool = False
+    past_end: bool = False
     mtp_hidden: str | None = None
     device: str = "auto"
     dtype: str = "float32"
@@ -96,6 +97,8 @@ def run_job(job: RankJob, ranks: Ranks, device: torch.device) -> dict[str, Any]:
     source = ShardedSource.open(checkpoint_of(job.checkpoint, ranks.rank))
     _agree_on_checkpoint(source, ranks, device)
     config = GlmConfig.from_dict(source.config, job.mtp_hidden)
+    if job.past_end:
+        config = replace(config, eos_token_ids=())
     check_tp(config, ranks.world)
     dtype = getattr(torch, job.dtype)
     store = WeightStore(source, config, device=device, dtype=dtype, tp=ranks.world, rank=ranks.rank)

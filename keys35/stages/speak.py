@@ -39,12 +39,15 @@ def reply(checkpoint: Path, prompt: str, tokens: int, tp: int, **options: Any) -
 
 
 def rates(checkpoint: Path, prompt: int, tokens: int, tp: int, **options: Any) -> dict[str, Any]:
-    """Prefill and decode tokens a second of each rank, on a prompt of tokens from all over the vocabulary."""
+    """Prefill and decode tokens a second of each rank, on a prompt of tokens from all over the vocabulary.
+
+    Not stopped by the end of the model's text, which may come at once.
+    """
     config = read_json(checkpoint / "config.json", SourceError, "give a checkpoint's folder")
     size = GlmConfig.from_dict(config).vocab_size
     ids = [(7919 * position + 11) % size for position in range(prompt)]
     with tempfile.TemporaryDirectory() as scratch:
-        done = run_generate(checkpoint, ids, tokens, tp, Path(scratch), **options)
+        done = run_generate(checkpoint, ids, tokens, tp, Path(scratch), past_end=True, **options)
     return {"prompt_tokens": prompt, "new_tokens": len(done.tokens), "ranks": _rates(done.ranks)}
 
 

@@ -131,6 +131,16 @@ def test_generate_and_bench_say_what_they_did(tmp_path):
     assert rank["prefill_tokens_s"] > 0 and rank["decode_tokens_s"] > 0
 
 
+def test_a_bench_goes_on_where_a_reply_ends(tmp_path):
+    """Rates were blank where a model ended its text at once, as one may after a prompt of odd tokens."""
+    ending = Path(shutil.copytree(MODEL, tmp_path / "ending"))
+    config = json.loads((ending / "config.json").read_text())
+    (ending / "config.json").write_text(json.dumps(config | {"eos_token_id": list(range(2048))}))
+    assert command("generate", str(ending), "The old house stood", "--tokens", "4")["tokens"] == 0
+    found = command("bench", str(ending), "--prompt", "20", "--tokens", "4")
+    assert found["new_tokens"] == 4 and found["ranks"][0]["decode_tokens_s"] > 0
+
+
 def test_prompts_that_no_model_can_read_are_refused(tmp_path):
     for prompt, words in (("", "the prompt is empty"), ("caf\udce9", "the prompt is not UTF-8")):
         with pytest.raises(UsageError, match=words):
