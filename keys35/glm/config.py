@@ -32,6 +32,7 @@ class GlmConfig:
 
     `mlp_layer_types` and `indexer_types` cover the decoder layers only; MTP layers are always sparse with a
     full indexer. `mtp_hidden` says which trunk state feeds the MTP layer: after the final norm or before it.
+    `max_position_embeddings`: tokens of the longest text that the model was made for, None if config.json says none.
     """
 
     vocab_size: int
@@ -60,6 +61,7 @@ class GlmConfig:
     tie_word_embeddings: bool
     mtp_hidden: str
     eos_token_ids: tuple[int, ...]
+    max_position_embeddings: int | None
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any], mtp_hidden: str | None = None) -> "GlmConfig":
@@ -73,7 +75,7 @@ class GlmConfig:
             raise SourceError(f"config.json has text_config = {config!r}; expected an object")
         _refuse_unsupported(config)
         rope = config.get("rope_parameters") or config
-        eos = config.get("eos_token_id")
+        eos, longest = config.get("eos_token_id"), config.get("max_position_embeddings")
         values = {
             **{name: _positive_int(config, name) for name in _INTEGERS},
             "num_nextn_predict_layers": _positive_int(config, "num_nextn_predict_layers", default=0),
@@ -85,6 +87,7 @@ class GlmConfig:
             "tie_word_embeddings": bool(config.get("tie_word_embeddings") or False),
             "mtp_hidden": mtp_hidden or config.get("mtp_hidden") or "post_norm",
             "eos_token_ids": tuple(eos if isinstance(eos, list) else [] if eos is None else [eos]),
+            "max_position_embeddings": longest and _positive_int(config, "max_position_embeddings"),
         }
         if values["mtp_hidden"] not in MTP_HIDDEN:
             raise SourceError(f"mtp_hidden is {values['mtp_hidden']!r}; it must be one of {MTP_HIDDEN}")

@@ -43,9 +43,10 @@ def text_panel(files: Sequence[Path], tokenizer: Path, rows: int, length: int) -
             raise PlanError(f"{file}: no such text; give a plain text file to --panel")
         ids = encoder.encode(read_utf8(file, PlanError), add_special_tokens=False).ids
         if len(ids) < rows * length:
+            fit = f"at most {len(ids) // length} rows, or shorter ones" if len(ids) >= length else "shorter ones"
             raise PlanError(
                 f"{file} has {len(ids):,} tokens; {rows} windows of {length} need {rows * length:,}: "
-                f"ask for at most {len(ids) // length} rows, or shorter ones"
+                f"ask for {fit}, or give more text"
             )
         windows += [torch.tensor(ids[start : start + length]) for start in range(0, rows * length, length)]
         domains += [str(file) if alike else file.stem] * rows
@@ -72,6 +73,7 @@ def score(
     source = ShardedSource.open(reference, fp8=None)
     refuse_encoded(source.config, reference)
     config = GlmConfig.from_dict(source.config, mtp_hidden=mtp_hidden)
+    _refuse_longer(panel, reference, config.max_position_embeddings)
     for path in checkpoints:
         check_judged(path, tp, reference, config.vocab_size)
     place = choose_device(device, 0, 1)
@@ -86,6 +88,14 @@ def score(
                 run = PanelRun(panel, states, scratch / f"run-{len(results)}", dtype)
                 results += run_panels(step.unit, [run], tp, mtp_hidden=mtp_hidden, device=device)
     return results, noise
+
+
+def _refuse_longer(panel: Panel, reference: Path, longest: int | None) -> None:
+    """Beyond what the source was made for it is no reference."""
+    length = max(map(len, panel.tokens))
+    if longest and length > longest:
+        raise PlanError(f"windows of {length:,} tokens: {reference} was made for texts of at most {longest:,} "
+                        "(max_position_embeddings); ask for shorter ones")
 
 
 def describe(panel: Panel) -> dict[str, Any]:

@@ -16,7 +16,7 @@ RATES = ("rank", "device", "backend", "prefill_tokens_s", "decode_tokens_s", "co
 def reply(checkpoint: Path, prompt: str, tokens: int, tp: int, **options: Any) -> dict[str, Any]:
     """What a model says after a prompt, greedily; options as for `run_generate`.
 
-    Raises SourceError, RankError, and UsageError for a prompt that is empty or no text.
+    Raises SourceError, RankError, and UsageError for a prompt that is empty, no text, or longer than the model reads.
     """
     if not prompt:
         raise UsageError("the prompt is empty; give some text to go on from")
@@ -26,6 +26,7 @@ def reply(checkpoint: Path, prompt: str, tokens: int, tp: int, **options: Any) -
         raise UsageError("the prompt is not UTF-8; give it as UTF-8 text") from None
     tokenizer = read_tokenizer(checkpoint / "tokenizer.json")
     ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+    tokens = min(tokens, _room(checkpoint, len(ids)) or tokens)
     with tempfile.TemporaryDirectory() as scratch:
         done = run_generate(checkpoint, ids, tokens, tp, Path(scratch), **options)
     return {
@@ -43,12 +44,24 @@ def rates(checkpoint: Path, prompt: int, tokens: int, tp: int, **options: Any) -
 
     Not stopped by the end of the model's text, which may come at once.
     """
-    config = read_json(checkpoint / "config.json", SourceError, "give a checkpoint's folder")
-    size = GlmConfig.from_dict(config).vocab_size
+    size = _config(checkpoint).vocab_size
     ids = [(7919 * position + 11) % size for position in range(prompt)]
     with tempfile.TemporaryDirectory() as scratch:
         done = run_generate(checkpoint, ids, tokens, tp, Path(scratch), past_end=True, **options)
     return {"prompt_tokens": prompt, "new_tokens": len(done.tokens), "ranks": _rates(done.ranks)}
+
+
+def _room(checkpoint: Path, prompt: int) -> int | None:
+    """How many tokens may follow a prompt of so many; None if the model does not say."""
+    longest = _config(checkpoint).max_position_embeddings
+    if longest and prompt >= longest:
+        raise UsageError(f"the prompt has {prompt:,} tokens, {checkpoint} was made for texts of at most {longest:,} "
+                         "(max_position_embeddings); give a shorter one")
+    return longest and longest - prompt
+
+
+def _config(checkpoint: Path) -> GlmConfig:
+    return GlmConfig.from_dict(read_json(checkpoint / "config.json", SourceError, "give a checkpoint's folder"))
 
 
 def _rates(ranks: tuple[dict[str, Any], ...]) -> list[dict[str, Any]]:

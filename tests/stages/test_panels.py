@@ -38,6 +38,8 @@ def test_a_text_becomes_contiguous_windows(tmp_path):
         text_panel([text, other, text], TOKENIZER, 1, 20)
     with pytest.raises(PlanError, match=r"words.txt has \d+ tokens; 50 windows of 100 need 5,000"):
         text_panel([text], TOKENIZER, 50, 100)
+    with pytest.raises(PlanError, match="200 windows of 9999 .*: ask for shorter ones, or give more text"):
+        text_panel([text], TOKENIZER, 200, 9999)
     text.write_bytes("caf\u00e9".encode("latin-1"))
     with pytest.raises(PlanError, match="words.txt: is not UTF-8"):
         text_panel([text], TOKENIZER, 1, 3)
@@ -75,6 +77,9 @@ def test_a_checkpoint_that_cannot_be_scored_is_refused_before_the_source_is_stre
                                      (MODEL, 3, PlanError, "tp = 3"), (other, 1, PlanError, "vocabulary of 4096")):
         with pytest.raises(error, match=words):
             score([MODEL, second], MODEL, panel, tp, tmp_path / "scratch", Progress())
+    (other / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 19}))
+    with pytest.raises(PlanError, match="windows of 20 tokens: .*other was made for texts of at most 19"):
+        score([MODEL], other, panel, 1, tmp_path / "scratch", Progress())
 
 
 def test_two_at_once_do_not_share_a_scratch_folder(tmp_path):
@@ -145,6 +150,12 @@ def test_prompts_that_no_model_can_read_are_refused(tmp_path):
     for prompt, words in (("", "the prompt is empty"), ("caf\udce9", "the prompt is not UTF-8")):
         with pytest.raises(UsageError, match=words):
             command("generate", str(MODEL), prompt)
+    short = Path(shutil.copytree(MODEL, tmp_path / "short"))
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 12}))
+    assert command("generate", str(short), "The old house stood")["tokens"] <= 12
+    with pytest.raises(UsageError, match="the prompt has [0-9]+ tokens, .*short was made for texts of at most 12"):
+        command("generate", str(short), "The old house stood " * 3)
     with pytest.raises(SourceError, match="no-such/tokenizer.json is missing; give the folder of a checkpoint"):
         command("generate", str(tmp_path / "no-such"), "The old house")
     other = Path(shutil.copytree(MODEL, tmp_path / "other"))
