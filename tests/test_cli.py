@@ -159,8 +159,9 @@ def test_an_interrupt_says_how_to_go_on(source, small, tmp_path):
         assert last["error"] == "KeyboardInterrupt"
 
 
-def test_in_json_an_interrupt_outside_of_progress_is_a_json_line_too():
-    """A recipe is read before anything shows itself."""
+@pytest.mark.parametrize("mode", ["--json", "--quiet"])
+def test_an_interrupt_outside_of_progress_is_answered_too(mode):
+    """A recipe is read before anything shows itself; for people it was a silent exit."""
     code = (
         "import os, signal, time\n"
         "import keys35.recipe\n"
@@ -169,10 +170,29 @@ def test_in_json_an_interrupt_outside_of_progress_is_a_json_line_too():
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "main()\n"
     )
-    command = [sys.executable, "-c", code, "--json", "plan", str(MODEL), "--recipe", "demo"]
+    command = [sys.executable, "-c", code, mode, "plan", str(MODEL), "--recipe", "demo"]
     done = subprocess.run(command, capture_output=True, text=True)
-    event = json.loads(done.stderr)
-    assert (done.stdout, done.returncode, event["exit_code"], event["error"]) == ("", 130, 130, "KeyboardInterrupt")
+    assert (done.stdout, done.returncode, done.stderr.count("\n")) == ("", 130, 1)
+    words = done.stderr.removeprefix("keys35: ").strip()
+    if mode == "--json":
+        event = json.loads(words)
+        assert (event["exit_code"], event["error"]) == (130, "KeyboardInterrupt")
+        words = event["message"]
+    assert words == "interrupted; what is finished is kept, the same command goes on from there"
+
+
+def test_text_that_the_terminal_cannot_show_is_spelled():
+    """A traceback in the place of the reply, where a locale's encoding lacks a letter."""
+    command = [sys.executable, "-m", "keys35.cli", "generate", str(MODEL), "caf\u00e9", "--tokens", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0 and "caf\\xe9" in done.stdout, done.stderr
+
+
+def test_a_closed_stdout_is_no_fault():
+    """As a service may have it."""
+    command = f"{sys.executable} -m keys35.cli plan {MODEL} --recipe demo >&-"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_the_shell_completes_commands_and_recipes():

@@ -1,5 +1,6 @@
 """The command line's frame: its voice, the options before a command, and what becomes of a refusal."""
 
+import io
 import os
 import sys
 from typing import Annotated
@@ -16,8 +17,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Turn a very large mixture-of-experts checkpoint into a small EXL3 one, and prove what it lost.",
 )
+_watched = sys.stdout is not None and sys.stdout.isatty()  # None where a service closed it
 # Tables need room: where nobody watches a terminal, they are not squeezed into 80 columns.
-_console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 140, emoji=False)
+_console = Console(width=None if _watched or "COLUMNS" in os.environ else 140, emoji=False)
 voice = Voice(_console, Console(stderr=True, emoji=False))
 
 
@@ -43,11 +45,13 @@ def main() -> None:
     as_json = "--json" in sys.argv[1:]  # asked before anything is parsed, which is what may be refused
     if as_json:
         voice.speak(Mode.JSON)
+    _say_anything()
     try:
-        code = app(standalone_mode=not as_json)  # typer by itself prints its refusals for people
-        if code == INTERRUPTED:  # Ctrl-C where no progress was shown, of which typer makes a silent exit
+        sys.exit(app(standalone_mode=not as_json))  # typer by itself prints its refusals for people
+    except SystemExit as end:
+        if end.code == INTERRUPTED:  # Ctrl-C where no progress was shown, of which typer makes a silent exit
             voice.interrupted()
-        sys.exit(code)
+        raise
     except OSError as error:
         voice.refuse(error, ResumeError.exit_code)
         sys.exit(ResumeError.exit_code)
@@ -59,6 +63,12 @@ def main() -> None:
             raise
         voice.refuse(refusal, refusal.exit_code)
         sys.exit(refusal.exit_code)
+
+
+def _say_anything() -> None:
+    """A text or a path may have letters that the terminal's encoding lacks: they are spelled, as on stderr."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _usage(error: Exception) -> UsageError | None:

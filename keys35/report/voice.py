@@ -49,7 +49,7 @@ class Voice:
 
     def __init__(self, console: Console, errors: Console) -> None:
         self.console, self.errors, self.mode = console, errors, Mode.TEXT
-        self._refused, self._speaking = False, threading.Lock()
+        self._refused, self._interrupted, self._speaking = False, False, threading.Lock()
         self._warned = _Warned(self)
 
     def speak(self, mode: Mode) -> None:
@@ -93,9 +93,11 @@ class Voice:
             sys.exit(INTERRUPTED)
 
     def interrupted(self) -> None:
-        """What Ctrl-C is answered with."""
-        words = "interrupted; what is finished is kept, the same command goes on from there"
-        self.refuse(KeyboardInterrupt(words), INTERRUPTED)
+        """What Ctrl-C is answered with, once."""
+        if not self._interrupted:
+            self._interrupted = True
+            words = "interrupted; what is finished is kept, the same command goes on from there"
+            self.refuse(KeyboardInterrupt(words), INTERRUPTED)
 
     def _tick(self, tick: "Tick") -> None:
         self.event({"progress": plain(tick)})
