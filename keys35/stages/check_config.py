@@ -162,8 +162,8 @@ def check_report(point: Checkpoint) -> Iterator[Finding]:
     mean = point.mean(_routed(point))
     total = {str(bits): count for bits, count in sorted(width_histogram(point).items())}
     claims = {"routed_mean_bits": None if mean is None else float(mean), "routed_mean_bits_exact": str(mean),
-              "widths_total": total}
-    yield from broken("report-widths", ((key, f"is {report[key]!r}, the shapes give {value!r}")
+              "widths_total": total, "widths_by_layer": _by_layer(point)}
+    yield from broken("report-widths", ((key, f"is {_short(report[key])}, the shapes give {_short(value)}")
                                         for key, value in claims.items() if report[key] != value))
     yield from broken("report-shards", _shard_faults(point, report))
     carried = {rule.name for rule in point.rules.values() if not rule.quantized}
@@ -173,8 +173,22 @@ def check_report(point: Checkpoint) -> Iterator[Finding]:
 
 def width_histogram(point: Checkpoint) -> Counter[int]:
     """Number of routed experts by width, judged by their down projections."""
-    return Counter(bits for name, bits in point.widths.items()
-                   if point.rules[name].role is Role.EXPERT and point.rules[name].projection == "down_proj")
+    return sum(_histograms(point).values(), Counter())
+
+
+def _by_layer(point: Checkpoint) -> dict[str, dict[str, int]]:
+    """The histogram of each layer, as reports have it."""
+    return {str(layer): {str(bits): count for bits, count in found.items()}
+            for layer, found in _histograms(point).items()}
+
+
+def _histograms(point: Checkpoint) -> dict[int, Counter[int]]:
+    found: dict[int, Counter[int]] = {}
+    for name, bits in point.widths.items():
+        rule = point.rules[name]
+        if rule.role is Role.EXPERT and rule.projection == "down_proj":
+            found.setdefault(rule.layer, Counter())[bits] += 1
+    return found
 
 
 def _shard_faults(point: Checkpoint, report: dict[str, Any]) -> Iterator[tuple[str, str]]:
