@@ -14,6 +14,7 @@ from keys35.report.measured import MAKING, MEASUREMENTS, finished_checkpoint, ma
 from keys35.report.schema import QUALITY, REPORT, read_report
 
 QUANT = "quantization_config.json"
+CONFIGS = "config.json", QUANT
 REDO = "give a work directory or a finished checkpoint; if it is one, assemble it again"
 RANDOM = "random-"
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")

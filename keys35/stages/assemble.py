@@ -20,7 +20,7 @@ from keys35.glm.names import Role, TensorRule, shard_of
 from keys35.memory import release
 from keys35.progress import Progress
 from keys35.report.card import CARD, SOURCE_CARD
-from keys35.report.facts import QUALITY, QUANT, REPORT, of_another_job
+from keys35.report.facts import CONFIGS, QUALITY, QUANT, REPORT, of_another_job
 from keys35.report.html import PAGE
 from keys35.report.measured import MAKING, MEASUREMENTS
 from keys35.stages.allocate import load_allocation
@@ -243,6 +243,7 @@ def _report(
         ],
         "shards": [{"file": r.file, "bytes": r.size, "sha256": r.sha256, "tensors": len(r.tensors)} for r in receipts],
         "total_bytes": sum(r.size for r in receipts),
+        "configs": {name: sha256_file(out / name) for name in CONFIGS},
         "carried_identical": sorted(r.name for r in job.rules.values() if not r.quantized),
         "dropped": list(job.dropped),
         "warnings": warnings,

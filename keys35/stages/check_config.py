@@ -9,7 +9,7 @@ from keys35.exl3.codebook import MARKERS
 from keys35.files.atomic import sha256_file
 from keys35.files.headers import TORCH_DTYPE
 from keys35.glm.names import Role, exl3_parts, match_source
-from keys35.report.facts import QUANT, REPORT
+from keys35.report.facts import CONFIGS, QUANT, REPORT
 from keys35.report.schema import load_schema, misfit
 from keys35.stages.contract import Checkpoint, Finding, broken, unread_keys
 
@@ -166,6 +166,7 @@ def check_report(point: Checkpoint) -> Iterator[Finding]:
     yield from broken("report-widths", ((key, f"is {_short(report[key])}, the shapes give {_short(value)}")
                                         for key, value in claims.items() if report[key] != value))
     yield from broken("report-shards", _shard_faults(point, report))
+    yield from broken("report-configs", _config_faults(point, report))
     carried = {rule.name for rule in point.rules.values() if not rule.quantized}
     odd = sorted(carried ^ set(_names(report["carried_identical"])))
     yield from broken("report-names", ((name, "is wrongly declared carried or not") for name in odd))
@@ -206,6 +207,14 @@ def _shard_faults(point: Checkpoint, report: dict[str, Any]) -> Iterator[tuple[s
     for step in point.progress.walk("hash", [file for file in common if point.deep and file not in odd]):
         if sha256_file(actual[step.unit].path) != claims[step.unit][1]:
             yield step.unit, "has another SHA-256"
+
+
+def _config_faults(point: Checkpoint, report: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Without the source nothing else tells of a changed rope_theta; older reports record no configs."""
+    for file in sorted(set(CONFIGS) - set(_names(report.get("changed_files")))):
+        recorded, path = report.get("configs", {}).get(file), point.root / file
+        if recorded and path.is_file() and sha256_file(path) != recorded:
+            yield file, "has another"
 
 
 def check_recipe(point: Checkpoint) -> Iterator[Finding]:

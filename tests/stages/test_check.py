@@ -15,6 +15,7 @@ from builders import TINY_CONFIG, Output, random_source, read_index, write_index
 from safetensors.torch import load_file, save_file
 
 from keys35.errors import SourceError
+from keys35.files.atomic import sha256_file
 from keys35.recipe import Recipe
 from keys35.stages.check import RULES, CheckReport, Engine, check
 from keys35.stages.engines import NAMES
@@ -415,6 +416,21 @@ def test_quantization_block_of_the_source_is_kept(output: Output, source: Path, 
     assert check(output.write(tmp_path / "kept"), copied).ok
 
 
+@pytest.mark.parametrize("file", ["config.json", QUANT])
+def test_a_config_that_was_changed_is_known_without_the_source(output: Output, tmp_path: Path, file: str) -> None:
+    """Another rope_theta passed, and what is published is checked without the source."""
+    root = output.write(tmp_path / "out")
+    edit(root / REPORT, lambda report: report.update(configs={file: sha256_file(root / file)}))
+    assert check(root).ok
+    if file == "config.json":
+        edit(root / file, lambda config: config["rope_parameters"].update(rope_theta=10000.0))
+    else:
+        (root / file).write_text((root / file).read_text() + "\n")
+    assert rules_of(check(root)) == {"report-configs"}
+    edit(root / REPORT, lambda report: report.update(changed_files=[file]))
+    assert check(root).ok
+
+
 def test_declared_change_of_a_side_file_is_accepted(output: Output, source: Path, tmp_path: Path) -> None:
     output.report["changed_files"] = ["LICENSE"]
     root = output.write(tmp_path / "out")
@@ -524,7 +540,7 @@ def test_plain_dense_linears_must_be_declared_so(source: Path, tmp_path: Path) -
 
 
 def test_every_rule_has_a_broken_copy() -> None:
-    elsewhere = {"width-legal", "tp-cut", "source-names", "quant-original", "recipe"}
+    elsewhere = {"width-legal", "tp-cut", "source-names", "quant-original", "recipe", "report-configs"}
     elsewhere |= {"value-source", *DEEP, *WISHES}
     tested = {rule for rule, _ in BEFORE_WRITING} | {case[0] for case in AFTER_WRITING} | elsewhere
     assert tested == set(RULES)
