@@ -113,7 +113,7 @@ def facts_of_checkpoint(out: Path) -> Facts:
                   if layer in report["widths_by_layer"]}
         classes = _classes(quantization["tensor_storage"], set(widths))
         name = report["recipe"]["name"]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ContractError(f"{out}: its report or {QUANT} lacks {error}; {REDO}") from error
     optional = [_optional(out / file) for file in (QUALITY, MEASUREMENTS, MAKING)]
     return Facts(name, report, *optional, classes, widths, quantization.get("profile", "per-expert"))

@@ -29,15 +29,18 @@ def read_report(path: Path, remedy: str) -> dict[str, Any]:
 
 
 def misfit(value: Any, schema: dict[str, Any], place: str = "it") -> str:
-    """The first part of a report file that its readers would stumble over: a key that is missing, another type, too
-    small a number; "" if there is none. Names and texts may be anything, and keys of a later version may be there.
+    """The first part of a report file that its readers would stumble over: a key that is missing, another type or
+    format, too small a number; "" if there is none. Names and texts may be anything, and keys of a later version may be
+    there.
     """
-    if "anyOf" in schema:
-        found = [misfit(value, one, place) for one in schema["anyOf"]]
+    if ways := schema.get("anyOf") or schema.get("oneOf"):
+        found = [misfit(value, one, place) for one in ways]
         return "" if "" in found else found[0]
     wanted = schema.get("type")
     if wanted and (isinstance(value, bool) or not isinstance(value, TYPES[wanted])):
         return f"{place} is no {wanted}"
+    if "const" in schema and value != schema["const"]:
+        return f"{place} is {value!r}, not {schema['const']!r}"
     if "minimum" in schema and value < schema["minimum"]:
         return f"{place} is {value}"
     if missing := [key for key in schema.get("required", ()) if key not in value]:
