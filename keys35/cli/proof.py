@@ -51,6 +51,8 @@ def validate(
 
     Example: keys35 validate OUT --reference SRC --tp 4 --panel wikitext-2.txt --rows 32 --len 2048
     """
+    from keys35.report.facts import QUALITY
+    from keys35.report.html import PAGE
     from keys35.report.panel import write_panel_page
     from keys35.report.terminal import show_validation
     from keys35.stages.panels import text_panel, validate_panel
@@ -59,7 +61,7 @@ def validate(
 
     if not panel and (rows, length, device, dtype) != (32, 2048, "auto", "float32"):
         raise typer.BadParameter("--rows, --len, --device and --dtype are of a text: give it with --panel")
-    scratch = scratch or _scratch(out, "validate")
+    scratch, known = scratch or _scratch(out, "validate"), _bytes(out / QUALITY)
     with voice.progress() as progress:
         if not panel:
             result = run_validate(out, reference, recipe_of(out), tp=tp, scratch=scratch, progress=progress)
@@ -70,6 +72,8 @@ def validate(
     voice.result(result, show_validation)
     if panel:
         voice.say(str(write_panel_page(scratch, out.name, result)))
+    elif (out / PAGE).is_file() and _bytes(out / QUALITY) != known:
+        voice.say(f"{PAGE} and the card show the figures of before: `keys35 report {out}` writes them anew")
 
 
 @app.command()
@@ -168,6 +172,10 @@ def report(
 
 def _scratch(out: Path, name: str) -> Path:
     return out.resolve().parent / f"{out.resolve().name}.{name}"
+
+
+def _bytes(path: Path) -> bytes:
+    return path.read_bytes() if path.is_file() else b""
 
 
 def _mtp_hidden(checkpoint: Path) -> str | None:

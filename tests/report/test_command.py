@@ -51,6 +51,15 @@ def test_a_publisher_adds_time_and_source(finished, tmp_path):
     assert report(out).exit_code == 0 and (out / "README.md").read_text() == text
 
 
+def test_a_validation_says_that_the_page_shows_other_figures(finished, tmp_path):
+    """They stayed as they were, without a word, and went to the hub so."""
+    out = shutil.copytree(finished.out, tmp_path / "out")
+    words = ["validate", str(out), "--reference", str(finished.source), "--tp", "1"]
+    for told in (True, False):  # the second time nothing changes
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 0 and ("`keys35 report" in done.output) == told, done.output
+
+
 def test_what_is_of_a_checkpoint_is_not_ignored_for_a_work_directory(tiny):
     for option in (("--base-model", "owner/model"), ("--work", tiny.work)):
         done = report(tiny.work, *option)
