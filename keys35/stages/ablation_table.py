@@ -22,7 +22,7 @@ def table(result: Mapping[str, Any]) -> str:
     for group in dict.fromkeys(row["group"] for row in rows):
         members = [row for row in rows if row["group"] == group]
         lines += [f"### {group}", "", *_grid(HEAD, map(_line, members)), ""]
-        if len(members) > 2 and all(set(row["set"]) <= {"seed"} for row in members):
+        if len(members) > 2 and all(set(row["set"]) <= {"seed"} and _mixes(row) for row in members):
             lines += [_over_seeds(members), ""]
     lines += ["### By domain", "", *_grid(("variant", "domain", "KL", "random mix", "gain", "below each mix",
                                            "error only", "same count per layer", "by experts' costs all the same"),

@@ -114,6 +114,18 @@ def test_a_group_is_chosen_by_its_name():
     assert {variant.group for variant in load_variants(None, ["Budget"])} == {"Budget"}
 
 
+@pytest.mark.parametrize("mixes", [0, 2])
+def test_seeds_without_a_random_mix_have_a_table(mixes):
+    """Of widths 2 and 4 at 2.75 bits there is none: no mean over no mixes."""
+    kl = {"kl": 0.1, "top1": 0.9, "ppl": 3.0, "domains": {"prose": 0.1}}
+    sets = {"allocation": kl} | {f"random-{seed}": kl | {"kl": 0.2} for seed in range(mixes)}
+    rows = [{"group": "Seed", "name": str(seed), "set": {"seed": seed}, "sets": sets, "panel_tokens": 9, "bytes": 9,
+             "noise_floor": {"kl": 0.0}, "choice": {"basis": "experts", "correlation": 1.0}, "proxy_error": {"2": 0.1},
+             "seconds": {"measure": 1.0}} for seed in range(3)]
+    text = table({"variants": rows})
+    assert "| 2 | 0.1000 |" in text and ("Over these 3 seeds" in text) == (mixes > 0)
+
+
 @pytest.mark.slow
 def test_variants_that_only_allocate_share_their_encodings_and_rows_are_kept(tmp_path):
     source, work = small_source(tmp_path / "source"), tmp_path / "work"
