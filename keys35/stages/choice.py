@@ -187,7 +187,8 @@ def reason(choice: dict[str, object]) -> str | None:
                 "of each kind that the model is used for")
     if not why:
         return None
-    how = "are a random mix" if choice["basis"] == RANDOM else "follow it all the same (experts.fallback)"
+    kept = "experts.fallback" if choice["gains"] else "experts.widths lack those of a random mix"
+    how = "are a random mix" if choice["basis"] == RANDOM else f"follow it all the same ({kept})"
     return f"{' and '.join(why)}: widths {how}; add such text or more of it (calibration.*) and measure again"
 
 

@@ -188,7 +188,17 @@ def test_more_fairness_is_tried_before_costs_are_given_up(chosen):
 
 def test_without_fallback_experts_costs_are_followed_with_a_warning(chosen):
     found = chosen(measured(RISING), measured(RISING[::-1]), job(fallback=False))
-    assert found.basis == "experts" and "follow it all the same" in choice.reason(found.facts())
+    assert found.basis == "experts" and "follow it all the same (experts.fallback)" in choice.reason(found.facts())
+
+
+def test_without_widths_for_a_random_mix_costs_are_followed_with_a_warning(chosen, monkeypatch):
+    """Of 1 and 3 bits there is no mix around 2.75: it is not `experts.fallback` that keeps from it."""
+    monkeypatch.setattr("test_choice.WIDTHS", (1, 3))
+    the_job = job(["prose"], widths=(1, 3))
+    monkeypatch.setattr("test_choice.DOMAINS", 1)
+    found = chosen(measured(RISING), measured(RISING), the_job)
+    assert (found.basis, found.missing, found.gains) == ("experts", ("code",), {})
+    assert "follow it all the same (experts.widths lack those of a random mix)" in choice.reason(found.facts())
 
 
 def test_a_set_of_one_domain_is_followed_and_said_to_be_one():
