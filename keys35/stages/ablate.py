@@ -34,6 +34,7 @@ from keys35.stages.ablation_facts import numbers, proxy_errors, unseen
 from keys35.stages.allocate import allocate, width_sets
 from keys35.stages.baselines import score_sets
 from keys35.stages.budget import within_size
+from keys35.stages.candidates import are_held
 from keys35.stages.choice import EXPERTS, Choice, choose, widths_on
 from keys35.stages.costs import Measured, read_measured
 from keys35.stages.feasible import refuse_impossible
@@ -183,10 +184,11 @@ def _score(
 def _encoding(changed: Recipe, base: Recipe) -> Recipe:
     """The recipe that a variant's work directory belongs to: all that encodes, with the base's allocation.
 
-    Behind a quantized prefix the allocation shapes every encoding, so that it is the variant's own; so it is for layers
-    of one width, which may not have the base's mean.
+    Behind a quantized prefix the allocation shapes every encoding, and with predicted costs it says which there are, so
+    that it is the variant's own; so it is for layers of one width, which may not have the base's mean.
     """
-    if changed.encoder.prefix == "quantized" or changed.output.profile == "uniform-layer":
+    own = changed.experts.measure == "predicted" or changed.output.profile == "uniform-layer"
+    if own or changed.encoder.prefix == "quantized":
         return changed
     kept = {key: getattr(base.experts, key) for key in ALLOCATED_LATER}
     widths = changed.experts.widths
@@ -212,6 +214,7 @@ def _row(
     sets = _wanted(job, measured, choice, variant)
     scored = _scored(job, sets, judge, progress)
     sizes = {name: tensor.entry.nbytes for name, tensor in job.source.tensors.items()}
+    weighs = job.recipe.experts.measure == "encoded" and (not variant.sets or UNSEEN in variant.sets)
     reference = judge[1].facts
     return {
         "group": variant.group, "name": variant.name, "set": variant.changes,
@@ -219,7 +222,7 @@ def _row(
         "noise_floor": reference["noise"], "panel_tokens": reference["tokens"],
         "sets": {name: numbers(metrics) | {"mean": str(mean_width(sets[name])), "counts": bit_counts(sets[name])}
                  for name, metrics in scored.items()},
-        "unseen": unseen(job, measured, judge) if not variant.sets or UNSEEN in variant.sets else {},
+        "unseen": unseen(job, measured, judge) if weighs else {},
         "choice": choice.facts(),
         "proxy_error": proxy_errors(job),
         "bytes": sum(size.output_bytes for size in class_sizes(job.rules.values(), job.recipe, sizes, 1)),
@@ -229,15 +232,15 @@ def _row(
 
 
 def _wanted(job: Job, measured: Measured, choice: Choice, variant: Variant) -> dict[str, list[np.ndarray]]:
-    """The sets of widths that a variant scores, by name."""
+    """The sets of widths that a variant scores, by name; with predicted costs only what happens to be encoded."""
     experts = job.recipe.experts
     sets = width_sets(job, measured, choice)
     if experts.measure == "encoded" and (EXPERTS in variant.sets or choice.basis != EXPERTS):
         sets[EXPERTS] = widths_on(job, measured, EXPERTS)[0]
     sets["by-energy"] = whole_model(measured.costs_by_energy(), experts.widths, experts.budget)
     asked = variant.sets or tuple(sets)
-    return {name: widths for name, widths in sets.items()
-            if name in asked or _plain(name) in asked}
+    return {name: widths for name, widths in sets.items() if (name in asked or _plain(name) in asked)
+            and (name == ALLOCATION or experts.measure == "encoded" or are_held(job, _by_layer(job, widths)))}
 
 
 def _plain(name: str) -> str:

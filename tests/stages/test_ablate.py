@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from small import small_recipe, small_source
+from tiny import tiny_recipe
 
 from keys35.errors import BudgetError, RecipeError
 from keys35.progress import Progress
@@ -141,3 +142,14 @@ def test_variants_that_only_allocate_share_their_encodings_and_rows_are_kept(tmp
     assert json.dumps(again["variants"]) == json.dumps(result["variants"])
     assert before == {path: path.stat().st_mtime_ns for path in work.rglob("*.safetensors")}
     assert "| 2.5 |" in table(again)
+
+
+def test_predicted_costs_are_scored_with_what_is_encoded(tiny, tmp_path):
+    """The base's widths were encoded, the variant's own then missing or damaged; so were any random mix's."""
+    experts = {"widths": [3, 4], "bits": 3.25, "group": 4, "fallback": False}
+    changes = {"experts.measure": "predicted", "experts.bits": 3.5}
+    result = ablate(tiny.source, tiny_recipe(experts=experts), [Variant("A", "p", changes, ())], tmp_path, Progress())
+    [row] = result["variants"]
+    assert row["sets"]["allocation"]["mean"] == "7/2" and row["unseen"] == {}
+    assert not any(name.startswith("uniform") for name in row["sets"])
+    assert "| p |" in table(result)
