@@ -123,11 +123,17 @@ def _opening(facts: Facts, out: Path) -> str:
     source = f"[{base}](https://huggingface.co/{base})" if base else "Its BF16 source"
     smaller = f", down from {short_size(facts.source_bytes)}" if facts.source_bytes else ""
     lines = [f"{source} as EXL3, **{size(facts.total_bytes)}**{smaller}: {_counts(facts)}, mean exactly "
-             f"**{bits(facts.routed_mean)}** bits per routed weight. What an expert's error costs the model's output "
-             "decided its width."]
+             f"**{bits(facts.routed_mean)}** bits per routed weight. {_basis(facts)}"]
     if (out / PAGE).is_file():
         lines.append(f"Heat map of widths, cost curves and calibration coverage: [{PAGE}]({PAGE}).")
     return "\n\n".join(lines + [f"> **Warning:** {text}" for text in facts.report["warnings"]])
+
+
+def _basis(facts: Facts) -> str:
+    if facts.report.get("width_basis") == "random":
+        return "Widths are a random mix, for want of text that says better."
+    whose = "its layer's error" if facts.profile == "uniform-layer" else "an expert's error"
+    return f"What {whose} costs the model's output decided its width."
 
 
 def _counts(facts: Facts) -> str:

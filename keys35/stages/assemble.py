@@ -23,7 +23,7 @@ from keys35.report.card import CARD, SOURCE_CARD
 from keys35.report.facts import CONFIGS, QUALITY, QUANT, REPORT, of_another_job
 from keys35.report.html import PAGE
 from keys35.report.measured import MAKING, MEASUREMENTS
-from keys35.stages.allocate import load_allocation
+from keys35.stages.allocate import ALLOCATION, load_allocation
 from keys35.stages.dropped import dropped_anywhere
 from keys35.stages.job import Job, refuse_nesting
 from keys35.stages.pieces import Pieces
@@ -223,7 +223,7 @@ def _report(
     errors: dict[tuple[Role, int], list[float]] = {}
     for rule in quantized:
         errors.setdefault((rule.role, plain_width(float(shape_width[rule.name]))), []).append(pieces.proxy_error(rule))
-    warnings = _warnings(job)
+    allocation = read_json(job.work.path(ALLOCATION))
     return {
         "format": FORMAT,
         "tool": f"keys35 {__version__}",
@@ -234,6 +234,7 @@ def _report(
         "routed_mean_bits": float(mean),
         "routed_mean_bits_exact": str(mean),
         "widths_by_layer": histogram,
+        "width_basis": allocation["choice"]["basis"],
         "widths_total": dict(sorted(sum((Counter(h) for h in histogram.values()), Counter()).items())),
         "mtp_bits": job.recipe.mtp.bits,
         "dense_bits": job.recipe.dense_bits,
@@ -246,7 +247,7 @@ def _report(
         "configs": {name: sha256_file(out / name) for name in CONFIGS},
         "carried_identical": sorted(r.name for r in job.rules.values() if not r.quantized),
         "dropped": list(job.dropped),
-        "warnings": warnings,
+        "warnings": [*([allocation["warning"]] if allocation["warning"] else []), *_warnings(job)],
     }
 
 

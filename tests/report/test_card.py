@@ -57,6 +57,17 @@ def test_metadata(out):
     assert head["quantization"]["bits_per_weight"] == {"routed_experts": 2.75, "MTP_experts": 8.0, "attention": 5.0}
 
 
+@pytest.mark.parametrize(("basis", "profile", "said"), [
+    ({}, "per-expert", "What an expert's error costs the model's output decided its width."),
+    ({"width_basis": "experts"}, "uniform-layer", "What its layer's error costs the model's output decided its width."),
+    ({"width_basis": "random"}, "per-expert", "Widths are a random mix, for want of text that says better."),
+])  # fmt: skip
+def test_what_decided_widths_is_what_did(out, basis, profile, said):
+    for name, more in ((REPORT, basis), ("quantization_config.json", {"profile": profile})):
+        (out / name).write_text(json.dumps(json.loads((out / name).read_text()) | more))
+    assert f"bits per routed weight. {said}\n" in write_card(out).read_text()
+
+
 def test_a_card_written_by_hand_replaces_nothing(out):
     """The source's card is kept once; a third one would have taken its place, and its credits."""
     (out / CARD).write_text(SOURCE_TEXT)

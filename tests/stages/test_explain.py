@@ -1,5 +1,6 @@
 """Why an expert has its width: held against the receipts and the allocation."""
 
+import json
 import shutil
 from dataclasses import replace
 
@@ -46,6 +47,8 @@ def test_widths_by_lot_are_said_to_be(tiny):
     assert set(silent.error_se.values()) == {None} and silent.selection_rows == 0
     assert "no held-out token chose it" in sentences(silent)[2] and "error known to" in sentences(chosen)[2]
     assert "widths are a random mix" in sentences(silent)[-1]
+    report = json.loads((tiny.out / "KEYS35_ASSEMBLY_REPORT.json").read_text())
+    assert report["width_basis"] == "random" and "in prose, code: widths are a random mix" in report["warnings"][0]
 
 
 def test_how_well_a_cost_is_known_is_of_all_domains_together(tiny):
