@@ -11,7 +11,7 @@ OTHERS = ("error-only", "equal-per-layer", "experts")
 
 def table(result: Mapping[str, Any]) -> str:
     """The result as Markdown; variants without a row are named."""
-    rows, missing = result["variants"], ", ".join(result.get("missing", ()))
+    rows, missing = result["variants"], "; ".join(result.get("missing", ()))
     without = [f"No row yet of: {missing}.", ""] if missing else []
     if not rows:
         return "\n".join(without)
