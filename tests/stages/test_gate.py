@@ -31,3 +31,9 @@ def test_a_loss_within_the_noise_of_the_mixes_passes():
 
 def test_without_mixes_there_is_nothing_to_say():
     assert gate({"allocation": scored(1.0, prose=1.0)}) is None
+
+
+def test_mixes_that_cannot_be_any_other_are_no_reproach():
+    """At the least width every set of widths is one: no better than the mean, and more text would not help."""
+    same = scored(0.176, prose=0.2, code=0.152)
+    assert gate({"allocation": same, "random-0": same, "random-1": same}) is None
