@@ -105,7 +105,7 @@ def documents(domain: Domain) -> Iterator[Document]:
     """
     for file in domain.files:
         text = read_utf8(file, RecipeError)
-        parts = _json_lines(text, file) if file.suffix == ".jsonl" else _cut(text, domain.documents)
+        parts = _json_lines(text, file) if file.suffix.lower() == ".jsonl" else _cut(text, domain.documents)
         yield from (part for part in parts if key_of(part).strip() and _belongs(key_of(part), domain.part))
 
 
