@@ -100,8 +100,8 @@ def load_text_set(name: str, folder: Path = Path()) -> TextSet:
 def documents(domain: Domain) -> Iterator[Document]:
     """The domain's documents in file order, none of them blank, and only those of its part.
 
-    A line of a .jsonl file has "text", "messages" (a chat) or "ids" (tokens, under the "tokenizer_sha256" of a line
-    before).
+    A line of a .jsonl file has "text", "messages" (a chat) or "ids" (tokens, under the "tokenizer_sha256" of that line
+    or one before).
     """
     for file in domain.files:
         text = read_utf8(file, RecipeError)
@@ -199,13 +199,13 @@ def _json_lines(text: str, file: Path) -> Iterator[Document]:
             value = json.loads(line)
             if "tokenizer_sha256" in value:
                 sealed = str(value["tokenizer_sha256"])
-            elif "ids" in value:
+            if "ids" in value:
                 ids = tuple(_token_id(number) for number in value["ids"])
                 yield TokenIds(ids, _known(sealed), file, json.dumps(ids))
             elif "messages" in value:
                 _text(json.dumps(value["messages"], ensure_ascii=False))
                 yield Chat(tuple(dict(message) for message in value["messages"]), json.dumps(value["messages"]))
-            else:
+            elif "text" in value or "tokenizer_sha256" not in value:
                 yield _text(value["text"])
         except (KeyError, TypeError, ValueError, RecursionError):  # JSON's own is a ValueError
             raise RecipeError(

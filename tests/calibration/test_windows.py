@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer
 
 from keys35.calibration.chat import ChatTemplate
-from keys35.calibration.text import documents, load_text_set
+from keys35.calibration.text import documents, key_of, load_text_set
 from keys35.calibration.windows import WindowMaker, load_windows, save_windows, shares
 from keys35.demo import MODEL
 from keys35.errors import PlanError, RecipeError, ResumeError, SourceError
@@ -258,6 +258,8 @@ def test_token_files_are_taken_from_the_checkpoints_tokenizer_only(tmp_path):
     lines = [{"tokenizer_sha256": maker.tokenizer_sha256}, {"ids": [11, 12, 13, 14, 15]}, {"ids": [1, 2, 21, 22]}]
     text = text_set(tmp_path, "\n".join(map(json.dumps, lines)), name="tokens.jsonl")
     assert maker.make(text, [1], None).tokens.tolist() == [[1, 2, 11, 12, 13, 14, 15, 0]]  # then 1, 2, 21, 22, 0
+    whole = text_set(tmp_path, "\n".join(json.dumps(lines[0] | line) for line in lines[1:]), name="whole.jsonl")
+    assert list(map(key_of, documents(whole.domains[0]))) == list(map(key_of, documents(text.domains[0])))
     lines[0] = {"tokenizer_sha256": "ab" * 32}
     other = text_set(tmp_path, "\n".join(map(json.dumps, lines)), name="o.jsonl")
     with pytest.raises(PlanError, match=r"o.jsonl holds token ids of another tokenizer \(abababababab"):
