@@ -57,8 +57,8 @@ def score_sets(
 def gate(baselines: Mapping[str, Mapping[str, Any]]) -> str | None:
     """A warning where the allocation is not better than the random mixes on held-out text, None if it is everywhere.
 
-    On the whole panel it must beat their mean; in a domain it may not lose to it by more than their standard error. Where
-    a mean leaves no choice, as that of the least width does, all are the same checkpoint and nothing is to be said.
+    On the whole panel it must beat their mean; in a domain it may not lose to it by more than their standard error.
+    Where a mean leaves no choice, as that of the least width does, all are one checkpoint and nothing is to be said.
     """
     random = [metrics for name, metrics in baselines.items() if name.startswith("random-")]
     if all(metrics["kl"] == baselines["allocation"]["kl"] for metrics in random):
