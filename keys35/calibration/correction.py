@@ -76,8 +76,8 @@ class PairedInputs:
 
         With it the output on q is nearest to the source's on x, and to what is missing beside it. Ridge and share are
         those whose fit to half of the rows does best on the other half, in some of the outputs; the weight stays as it
-        is where none does good, or with hardly any rows. What is missing is left alone where the weight would have to be
-        another for it, as where states are far larger than anything that is added to them.
+        is where none does good, or with hardly any rows. What is missing is left alone where that would take another
+        weight, as where states are far larger than anything that is added to them.
         """
         if not can_be_fitted(weight, self.rows):
             return weight

@@ -72,6 +72,13 @@ def mlp_inputs(config: GlmConfig, layer: int, weights: LayerWeights, states: Ten
     return Block(config, layer, weights, Observer(), sum_shares).norm("post_attention_layernorm", states)
 
 
+@torch.no_grad()
+def routed_outputs(config: GlmConfig, layer: int, weights: LayerWeights, rows: Tensor) -> Tensor:
+    """What a layer's routed experts make of its MLP's inputs (N, d), float32 (N, d)."""
+    block = Block(config, layer, weights, Observer(), sum_shares)
+    return sum_shares(_routed_experts(block, rows, *route(config, weights, rows)))
+
+
 def _attended(
     block: Block,
     windows: Sequence[Tensor],

@@ -131,11 +131,13 @@ def _chosen(allocation: dict[str, Any], name: str = "allocation") -> dict[int, l
 
 def _dense(work: Workdir) -> Iterator[tuple[str, dict[str, Any]]]:
     """Per layer: how many dense linears, their mean and largest proxy error."""
+    last = {name.rpartition("-")[2]: data["proxy_error"] for name, data in _receipts(work, "quantize/shared/")}
     for name, data in _receipts(work, "quantize/dense/"):
-        errors = list(data["proxy_error"].values())
+        layer = name.rpartition("-")[2]
+        errors = list((data["proxy_error"] | last.get(layer, {})).values())
         if errors:
             facts = {"linears": len(errors), "mean": _short(sum(errors) / len(errors)), "max": _short(max(errors))}
-            yield str(int(name.rpartition("-")[2])), facts
+            yield str(int(layer)), facts
 
 
 def _baselines(work: Workdir, allocation: dict[str, Any]) -> dict[str, Any]:

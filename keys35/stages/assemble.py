@@ -264,7 +264,7 @@ def _warnings(job: Job) -> list[str]:
              f"from layer {item.layer} on" for item in dropped_anywhere(job)]
     for name in job.work.units():
         receipt = job.work.receipt(name)
-        if not name.startswith(("experts/", "final/", "quantize/dense/")) or receipt is None:
+        if not name.startswith(("experts/", "final/", "quantize/dense/", "quantize/shared/")) or receipt is None:
             continue
         data = receipt["data"]
         if data["fallback"]:

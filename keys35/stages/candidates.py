@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,7 +16,9 @@ from keys35.stages.job import Job
 from keys35.stages.units import (
     ExpertUnit,
     dense_file,
+    dense_home,
     dense_unit,
+    encoded_last,
     expert_units,
     final_units,
     load_recorded,
@@ -79,14 +82,16 @@ class MixStore(WeightStore):
     """The model with dense linears and MTP experts as they end up and routed experts at any given widths.
 
     only_experts: everything but the given experts as the source has it; a width of None too. final: the experts are
-    the checkpoint's own, in its own encoding; otherwise they are as they were measured.
+    the checkpoint's own, in its own encoding; otherwise they are as they were measured. first: what is encoded anew
+    behind a layer's experts is as it was before them.
     """
 
     def __init__(
-        self, job: Job, widths: Mapping[int, list[float | None]], only_experts: bool = False, final: bool = False
+        self, job: Job, widths: Mapping[int, list[float | None]], only_experts: bool = False, final: bool = False,
+        first: bool = False,
     ):
         super().__init__(job.source, job.config, device=job.device)
-        self._job, self._only_experts, self._final = job, only_experts, final
+        self._job, self._only_experts, self._final, self._first = job, only_experts, final, first
         mtp = {} if only_experts else {layer: [job.recipe.mtp.bits] * job.experts for layer in job.config.mtp_layers}
         self._widths = {**widths, **mtp}
 
@@ -102,13 +107,21 @@ class MixStore(WeightStore):
 
     def _dense(self, layer: int) -> dict[str, Tensor]:
         rules = [rule for rule in self._job.rules.values() if rule.layer == layer and rule.role is Role.DENSE]
-        stored = load_recorded(self._job, dense_unit(layer), dense_file(self._job, layer)) if rules else {}
-        matrices = {}
+        stored, matrices = {}, {}
+        for unit, path in self._homes(layer) if rules else ():
+            stored |= load_recorded(self._job, unit, path)
         for rule in rules:
             parts = (stored[f"{rule.module}.{part}"].to(self.device) for part in ("trellis", "suh", "svh"))
             matrix = decode_weight(*parts)[: rule.in_features, : rule.out_features]
             matrices[rule.module.split(".", 3)[3]] = matrix
         return matrices
+
+
+    def _homes(self, layer: int) -> Iterator[tuple[str, Path]]:
+        """Receipts and files of a layer's dense linears; of one that two have, the later counts."""
+        yield dense_unit(layer), dense_file(self._job, layer)
+        if not self._first and (rule := encoded_last(self._job, layer)):
+            yield dense_home(self._job, rule)
 
 
 class Floats(Mapping[str, Tensor]):

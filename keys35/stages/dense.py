@@ -1,6 +1,7 @@
 """Dense EXL3 linears: a layer's fixed-width ones, encoded together from the Hessians of its calibration pass."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -37,21 +38,22 @@ def encode_dense(job: Job, layer: int) -> None:
     with spent("encode"):
         encoded = encode_group(jobs, hessians, [bits], job.encode_options, job.recipe.seed)
     with spent("writing"):
-        save_dense(job, layer, {item.name: encoded[item.name, bits] for item in jobs})
+        found = {item.name: encoded[item.name, bits] for item in jobs}
+        save_dense(job, (dense_unit(layer), dense_file(job, layer)), found)
     job.work.log("dense-time", unit=dense_unit(layer), seconds=spent.facts())
 
 
-def save_dense(job: Job, layer: int, encoded: Mapping[str, EncodedLinear], **more: object) -> None:
-    """Write a layer's dense linears and declare them done; `more` goes into the receipt."""
+def save_dense(job: Job, home: tuple[str, Path], encoded: Mapping[str, EncodedLinear], **more: object) -> None:
+    """Write a layer's dense linears and declare them done (home: receipt and file); `more` goes into the receipt."""
     tensors: dict[str, Tensor] = {}
     for name, linear in encoded.items():
         tensors |= linear.tensors(name)
     errors = {name: linear.proxy_error for name, linear in encoded.items()}
     fallback = [name for name, linear in encoded.items() if linear.fallback]
-    path = dense_file(job, layer)
+    unit, path = home
     files = {path: save_pieces(path, tensors)} if tensors else {}
     facts = {"bits": job.recipe.dense.bits, "proxy_error": errors, "fallback": fallback}
-    job.work.commit(dense_unit(layer), files, facts | more)
+    job.work.commit(unit, files, facts | more)
 
 
 def dense_weight(job: Job, rule: TensorRule) -> Tensor:

@@ -14,6 +14,7 @@ from keys35.stages.states import WINDOWS_AT_ONCE_TOKENS
 
 FLOAT, BF16, INDEX = 4, 2, 4
 SCRATCH = 4_429_185_024  # of the tile search on 132 multiprocessors, at 4 bits, where it is largest
+ENCODED_TWICE = "mlp.shared_experts.down_proj.weight"  # behind a quantized prefix, the last time behind the experts
 WEIGHED = 16  # simulated experts of a layer that are enough to weigh it by
 ROWS_ON_DEVICE = 4 << 30  # beside what encoding takes: under 24 GiB together for GLM-5.3
 
@@ -79,16 +80,18 @@ def work_parts(rules: Sequence[TensorRule], config: GlmConfig, recipe: Recipe, k
     elif keep == "errors":  # the middle width, which weighs layers, and at most every expert once more as it is chosen
         candidates = encoded_bytes(rules, Role.EXPERT, [widths[len(widths) // 2]]) + final
     states, rows = 2 * states_bytes(config, recipe), 2 * rows_bytes(config, recipe)
+    dense = encoded_bytes(rules, Role.DENSE, [recipe.dense.bits])
     if recipe.encoder.prefix == "quantized":
         if keep == "all" and recipe.experts.measure == "encoded":
             candidates += final  # beside what was measured
         behind = prefix_bytes(config, recipe)
         states, rows = max(states, behind[0]), max(rows, behind[1])
+        twice = [rule for rule in rules if rule.layer in config.moe_layers and rule.name.endswith(ENCODED_TWICE)]
+        dense += encoded_bytes(twice, Role.DENSE, [recipe.dense.bits])
     return {
         "candidate encodings": candidates,
         "simulated experts": layers * simulated_bytes(config, config.n_routed_experts, recipe),
-        "dense linears and MTP experts": encoded_bytes(rules, Role.DENSE, [recipe.dense.bits])
-        + encoded_bytes(rules, Role.MTP_EXPERT, [recipe.mtp.bits]),
+        "dense linears and MTP experts": dense + encoded_bytes(rules, Role.MTP_EXPERT, [recipe.mtp.bits]),
         "Hessians": hessian_bytes(rules),
         "states of two layers": states,
         "rows of two layers": rows,

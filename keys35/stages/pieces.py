@@ -14,7 +14,7 @@ from keys35.files.headers import ShardHeader, open_regular, read_header
 from keys35.files.shards import TensorSpec
 from keys35.glm.names import PROJECTIONS, Role, TensorRule, exl3_parts
 from keys35.stages.job import Job
-from keys35.stages.units import ExpertUnit, dense_file, dense_unit, final_units, recorded_entry
+from keys35.stages.units import ExpertUnit, dense_home, final_units, recorded_entry
 
 UNITS_IN_MEMORY = 256
 
@@ -85,11 +85,11 @@ class Pieces:
 
     def _file(self, rule: TensorRule) -> Path:
         if rule.role is Role.DENSE:
-            return dense_file(self.job, rule.layer)
+            return dense_home(self.job, rule)[1]
         return self._experts[rule.layer, rule.expert].file(self.job, self.width(rule))
 
     def _unit(self, rule: TensorRule) -> str:
-        return dense_unit(rule.layer) if rule.role is Role.DENSE else self._experts[rule.layer, rule.expert].name
+        return dense_home(self.job, rule)[0] if rule.role is Role.DENSE else self._experts[rule.layer, rule.expert].name
 
     def _read_receipt(self, unit: str) -> dict[str, Any]:
         receipt = self.job.work.receipt(unit)

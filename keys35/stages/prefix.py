@@ -41,7 +41,7 @@ from keys35.stages.streams import (
     require_finite,
     states_before,
 )
-from keys35.stages.units import dense_unit, layer_name
+from keys35.stages.units import dense_file, dense_unit, layer_name
 
 LEAST_WEIGHT = 1e-6  # a token that its router gives nothing has no share to be divided by
 IN_ORDER = (
@@ -75,7 +75,8 @@ def encode_behind_prefix(job: Job, layer: int, windows: Windows, allocation: dic
     if job.config.is_moe(layer):
         with spent("writing"):
             more = {"rows_sha256": _save_rows(job, layer, streams, weights, encoder.weights, hessian)}
-    save_dense(job, layer, encoder.encoded, **more)  # last: it declares the rows done, too
+    home = dense_unit(layer), dense_file(job, layer)
+    save_dense(job, home, encoder.encoded, **more)  # last: it declares the rows done, too
     job.work.log("dense-time", unit=dense_unit(layer), seconds=spent.facts())
 
 

@@ -12,8 +12,9 @@ from keys35.stages.job import Job
 from keys35.stages.needs import encoded_bytes, prefix_bytes
 from keys35.stages.prefix import encode_behind_prefix, prefix_rows_file
 from keys35.stages.schedule import AHEAD, Step, carry_out
-from keys35.stages.streams import advance_streams, prefix_states_file
-from keys35.stages.units import by_width, dense_unit, final_units, prefix_unit, unit_rules
+from keys35.stages.shared import finish_layer
+from keys35.stages.streams import prefix_states_file
+from keys35.stages.units import by_width, dense_unit, encoded_last, final_units, prefix_unit, shared_unit, unit_rules
 from keys35.stages.workers import Workers, final_task, open_workers
 
 APART = AHEAD + 1  # places from layer to layer: one begins when the layer before is finished
@@ -64,6 +65,9 @@ def _steps(job: Job, shelf: Shelf, allocation: dict[int, list[float]]) -> Iterat
                        final_task(unit, by_width(unit, widths[layer])),
                        sum(encoded_bytes(unit_rules(job, unit), role, [max(widths[layer])])
                            for role in (Role.EXPERT, Role.MTP_EXPERT)), "experts")
-        if layer + 1 in job.config.layers and not job.config.is_mtp(layer):
-            yield Step(f"layer {layer}: states onward", place + APART, job.work.receipt(prefix_unit(layer)) is not None,
-                       alone(advance_streams, layer))
+        if not job.config.is_mtp(layer):
+            last, onward = encoded_last(job, layer), layer + 1 in job.config.layers
+            due = [shared_unit(layer)] * bool(last) + [prefix_unit(layer)] * onward
+            yield Step(f"layer {layer}: states onward", place + APART,
+                       all(job.work.receipt(unit) is not None for unit in due), alone(finish_layer, layer),
+                       encoded_bytes([last] if last else [], Role.DENSE, [job.recipe.dense.bits]))

@@ -75,9 +75,8 @@ def states_before(job: Job, layer: int, windows: Windows, allocation: dict[int, 
     return {name: mtp_states(job, job.store, weights, streams[name], windows.tokens) for name in STREAMS}
 
 
-def advance_streams(job: Job, layer: int, windows: Windows, allocation: dict[int, list[float]]) -> None:
-    """Both streams through a layer that is encoded, and onto disk in place of those before it."""
-    after = _advanced(job, layer, states_before(job, layer, windows, allocation), allocation)
+def keep_streams(job: Job, layer: int, after: Streams) -> None:
+    """Both streams behind a layer onto disk, in place of those before it."""
     path = prefix_states_file(job, layer)
     # Not among the receipt's files: they are deleted when the next layer's are there.
     job.work.commit(prefix_unit(layer), [], {"sha256": save_states(path, after, next_shares(job, layer))})
@@ -90,17 +89,20 @@ def _states_after(job: Job, layer: int, windows: Windows, allocation: dict[int, 
     path, receipt = prefix_states_file(job, layer), job.work.receipt(prefix_unit(layer))
     if receipt is not None and path.exists():
         return read_states(load_tensors(path, expect_sha256=receipt["data"]["sha256"]), STREAMS)
-    return _advanced(job, layer, states_before(job, layer, windows, allocation), allocation)
+    before = states_before(job, layer, windows, allocation)
+    source = through(job, layer, before.pop(SOURCE), SOURCE, layer_weights(job, job.store, layer))
+    return {SOURCE: source, QUANTIZED: advance_quantized(job, layer, before.pop(QUANTIZED), allocation)}
 
 
-def _advanced(job: Job, layer: int, streams: Streams, allocation: dict[int, list[float]]) -> Streams:
-    after = {}
-    for name, states in streams.items():  # one after the other: a GPU has room for few layers
-        source = name == SOURCE
-        weights = layer_weights(job, job.store, layer) if source else MixStore(job, allocation, final=True).layer(layer)
-        after[name] = states.advance(job.config, layer, weights, job.device, job.tokens_at_once, in_place=True)
-        del weights
-    require_finite(layer, after)
+def advance_quantized(job: Job, layer: int, before: States, allocation: dict[int, list[float]]) -> States:
+    """The quantized stream behind a layer that is encoded; the states before it are lost."""
+    return through(job, layer, before, QUANTIZED, MixStore(job, allocation, final=True).layer(layer))
+
+
+def through(job: Job, layer: int, before: States, stream: str, weights: LayerWeights) -> States:
+    """A stream through a layer; the states before it are lost."""
+    after = before.advance(job.config, layer, weights, job.device, job.tokens_at_once, in_place=True)
+    require_finite(layer, {stream: after})
     return after
 
 

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from keys35.errors import ResumeError
 from keys35.files.atomic import load_tensors
-from keys35.glm.names import PROJECTIONS, TensorRule
+from keys35.glm.names import PROJECTIONS, Role, TensorRule
 from keys35.recipe import Recipe
 from keys35.stages.job import Job
-from keys35.stages.needs import WEIGHED, sample_step
+from keys35.stages.needs import ENCODED_TWICE, WEIGHED, sample_step
 
 CALIBRATION = "measure/calibration"
 SENSITIVITY = "measure/sensitivity"
@@ -127,6 +127,28 @@ def dense_unit(layer: int) -> str:
 def dense_file(job: Job, layer: int) -> Path:
     """Where a layer's encoded dense linears are kept."""
     return job.work.path("dense", f"{layer_name(layer)}.safetensors")
+
+
+def shared_unit(layer: int) -> str:
+    """Receipt of the linear that `encoded_last` names."""
+    return f"quantize/shared/{layer_name(layer)}"
+
+
+def encoded_last(job: Job, layer: int) -> TensorRule | None:
+    """The shared expert's down projection of a layer behind a quantized prefix: encoded anew behind the experts.
+
+    None where it is encoded with the other dense linears for good, as the MTP layer's, or not at all.
+    """
+    rule = job.rules.get(f"model.layers.{layer}.{ENCODED_TWICE}")
+    due = job.recipe.encoder.prefix == "quantized" and layer in job.config.moe_layers
+    return rule if due and rule is not None and rule.role is Role.DENSE else None
+
+
+def dense_home(job: Job, rule: TensorRule) -> tuple[str, Path]:
+    """Receipt and file of a dense linear as the checkpoint has it."""
+    if encoded_last(job, rule.layer) == rule:
+        return shared_unit(rule.layer), job.work.path("dense", f"{layer_name(rule.layer)}-shared.safetensors")
+    return dense_unit(rule.layer), dense_file(job, rule.layer)
 
 
 def recorded_entry(job: Job, receipt: dict[str, Any] | None, path: Path) -> dict[str, Any] | None:

@@ -109,6 +109,7 @@ def test_dying_anywhere_changes_nothing(
     shutil.copytree(measured, tmp_path / "work")
     commit, moments = Workdir.commit, [
         ("quantize/dense/layer-001", "before"), ("final/layer-001/0001", "behind"), ("final/layer-001/0003", "behind"),
+        ("quantize/shared/layer-001", "before"), ("quantize/shared/layer-001", "behind"),
         ("quantize/prefix/layer-001", "before"), ("quantize/prefix/layer-001", "behind"),
         ("quantize/dense/layer-002", "behind"), ("quantize/prefix/layer-002", "behind"),
     ]
@@ -132,7 +133,8 @@ def test_dying_anywhere_changes_nothing(
 
 
 KILLED_BEHIND = (
-    "quantize/dense/layer-000", "final/layer-001/0001", "quantize/prefix/layer-001", "quantize/dense/layer-002",
+    "quantize/dense/layer-000", "final/layer-001/0001", "quantize/shared/layer-001", "quantize/prefix/layer-001",
+    "quantize/dense/layer-002",
     "final/layer-002/0002", "quantize/prefix/layer-002", "quantize/dense/layer-003", "final/layer-003/0003",
 )
 """Receipts whose appearance is followed by a kill -9, at a random moment of the unit after it."""

@@ -68,7 +68,7 @@ def test_a_quantized_prefix_by_hand() -> None:
     assert found.sensitivity_hours == plain.sensitivity_hours and found.other_hours == plain.other_hours
 
     dense = 79 * (3.5 * (7.0 + 3.0) + 2.0)
-    onward = 79 * (2 * 10.0 * 224 / 124 + 8.0 / 2)
+    onward = 79 * (3 * 10.0 * 224 / 124 + 8.0 / 2)
     experts = 76 * (25.6 + 3.5 * (50.0 - 25.6) + 5.0 + 1.0)  # solves do not grow with the text
     assert found.prefix_hours * 3600 == pytest.approx(dense + onward + experts)
     assert found.gpu_hours == pytest.approx(found.encode_hours + found.sensitivity_hours + found.other_hours
