@@ -148,11 +148,12 @@ def figures(job: Job) -> dict[str, Any]:
 
 
 def _behind_prefix(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Seconds of what a quantized prefix encodes, by kind: the dense linears and the experts."""
-    found: dict[str, Counter[str]] = {"dense": Counter(), "experts": Counter()}
+    """Seconds of what a quantized prefix encodes, by kind: dense linears, experts, and what comes behind them."""
+    begins = {"dense": "quantize/dense/", "experts": "final/", "last": "quantize/shared/"}
+    found: dict[str, Counter[str]] = {part: Counter() for part in begins}
     for event in events:
-        for part, begins in (("dense", "quantize/dense/"), ("experts", "final/")):
-            if event["event"] == f"{part}-time" and event["unit"].startswith(begins):
+        for part, prefix in begins.items():
+            if event.get("unit", "").startswith(prefix) and isinstance(event.get("seconds"), dict):
                 found[part].update({kind: spent for kind, spent in event["seconds"].items() if kind in KINDS})
     if not found["experts"]:
         return {}
