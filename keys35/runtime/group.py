@@ -60,7 +60,7 @@ class RankGroup:
         finally:
             self.close()
         if code:
-            raise RankError(_failure(self.folder, self.tp))
+            raise RankError(_failure(self.folder, self.tp, code))
 
     def close(self) -> None:
         """End torchrun and, through it, its ranks; kill their session if that takes too long."""
@@ -90,18 +90,31 @@ def _require_free(port: int) -> None:
             raise RankError(f"port {port} cannot be used ({error.strerror}); choose another one") from None
 
 
-def _failure(out: Path, tp: int) -> str:
-    """Why a job failed, from the ranks' own words: a refusal first, then a killed rank, then any error."""
+def _failure(out: Path, tp: int, code: int) -> str:
+    """Why a job failed, from the ranks' own words: a refusal first, then a killed rank, then any error.
+
+    code: torchrun's exit code, minus a signal's number where one ended it.
+    """
     errors = [read_json(path, RankError, _AGAIN) for path in out.glob("rank-*.error.json")]
     errors.sort(key=lambda error: (not error["known"], error["time"]))
     text = (out / "ranks.log").read_text(errors="replace")
-    deaths = re.findall(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s+exitcode\s*:\s*-(\d+)", text)
-    killed = [(rank, sign) for rank, sign in deaths if int(sign) != signal.SIGTERM]  # torchrun ends the rest
     if errors and errors[0]["known"]:
         return f"rank {errors[0]['rank']} of {tp}: {errors[0]['message']}"
-    if killed:
-        rank, sign = killed[0]
-        return f"rank {rank} of {tp} was killed by signal {sign} (out of memory?); see {out}/ranks.log"
+    if killed := _killed(text):
+        rank, sign = killed
+        guess = " (out of memory?)" if sign == signal.SIGKILL else ""
+        return f"rank {rank} of {tp} was killed by signal {sign}{guess}; see {out}/ranks.log"
     if errors:
         return f"rank {errors[0]['rank']} of {tp} failed: {errors[0]['message']}; see {out}/ranks.log"
+    if code < 0:
+        return f"torchrun, which starts the ranks, was killed by signal {-code}; see {out}/ranks.log"
     return f"the ranks did not start; the end of {out}/ranks.log says: {text[-500:].strip()}"
+
+
+def _killed(text: str) -> tuple[int, int] | None:
+    """The first rank that a signal ended, and which, by torchrun's words; it ends the others itself, by SIGTERM."""
+    death = re.compile(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s+exitcode\s*:\s*-(\d+)")
+    found = [(int(rank), int(sign)) for rank, sign in death.findall(text)]
+    first = death.search(text.rpartition("Root Cause")[2])
+    others = [one for one in found if one[1] != signal.SIGTERM]
+    return others[0] if others else (int(first[1]), int(first[2])) if first else None

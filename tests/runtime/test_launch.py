@@ -213,16 +213,23 @@ def test_a_rank_with_another_checkpoint_is_refused(packed, panel, reference, tmp
     assert_every_rank_says(tmp_path / "out", {0: "another checkpoint", 1: "another checkpoint"})
 
 
-def test_a_killed_rank_is_named_and_nobody_hangs(packed, panel, reference, tmp_path):
+@pytest.mark.parametrize(("whom", "sign", "words"), [
+    ("rank", signal.SIGKILL, r"rank 1 of 2 was killed by signal 9 \(out of memory\?\)"),
+    ("rank", signal.SIGTERM, "rank 1 of 2 was killed by signal 15;"),
+    ("torchrun", signal.SIGKILL, "torchrun, which starts the ranks, was killed by signal 9"),
+])  # fmt: skip
+def test_a_killed_rank_is_named_and_nobody_hangs(packed, panel, reference, tmp_path, whom, sign, words):
     def kill() -> None:
         path = tmp_path / "rank-1.pid.json"
         while not path.exists():
             time.sleep(0.02)
-        os.kill(json.loads(path.read_text())["pid"], signal.SIGKILL)
+        pid = json.loads(path.read_text())["pid"]
+        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(pid if whom == "rank" else parent, sign)
 
     killer = threading.Thread(target=kill, daemon=True)
     killer.start()
-    with soon(), pytest.raises(RankError, match="rank 1 of 2 was killed by signal 9"):
+    with soon(), pytest.raises(RankError, match=words):
         run_panel(packed.root, panel, reference.root, 2, tmp_path, device="cpu", limit_s=120)
 
 
