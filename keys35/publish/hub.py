@@ -117,7 +117,7 @@ class Hub:
             except (*PASSING, ValueError) as error:
                 if wait is None or not may_pass(error):
                     raise PublishError(f"{self.repo}: cannot {what}: {_brief(error)}; {_advice(error)}") from error
-                LOG.info("%s: cannot %s (%s), again in %s s", self.repo, what, _brief(error), wait)
+                LOG.warning("%s: cannot %s (%s), again in %s s", self.repo, what, _brief(error), wait)
                 time.sleep(wait)
         raise AssertionError("the last wait is None")
 

@@ -94,14 +94,14 @@ def _drafts(m: Mapping[str, float]) -> str:
 
 def show_comparison(console: Console, found: Mapping[str, Any]) -> None:
     """Two checkpoints beside each other, and the paired differences."""
-    columns = (Column(name, overflow="fold") for name in ("", "first", "second"))  # of a path, the end tells most
-    shown = Table(*columns, title=f"{found['panel']['windows']} windows, {found['panel']['tokens']:,} tokens")
+    shown = _folding("", "first", "second")  # of a path, the end tells most
+    shown.title = f"{found['panel']['windows']} windows, {found['panel']['tokens']:,} tokens"
     shown.add_row("checkpoint", *(plain(path) for path in found["checkpoints"]))
     shown.add_row("size", *(human_bytes(size) for size in found["bytes"]))
     for key in found["metrics"][0]:
         shown.add_row(key, *(f"{metrics[key]:.5g}" for metrics in found["metrics"]))
     console.print(shown)
-    apart = Table("second minus first", "mean over windows", "standard error", "in standard errors")
+    apart = _folding("second minus first", "mean over windows", "standard error", "in standard errors")
     names = {name: d for name, d in found["differences"].items()}
     names |= {f"{key} of {domain}": d for domain, ds in found["domains"].items() for key, d in ds.items()}
     for name, d in names.items():
@@ -115,6 +115,11 @@ def show_comparison(console: Console, found: Mapping[str, Any]) -> None:
     console.print(f"noise floor: KL {floor['kl']:.1e}; a smaller difference is none", highlight=False)
 
 
+def _folding(*names: str) -> Table:
+    """A table that in a narrow terminal breaks its cells, where it would cut digits."""
+    return Table(*(Column(name, overflow="fold") for name in names))
+
+
 def show_reply(console: Console, found: Mapping[str, Any]) -> None:
     """The text, and how fast it came."""
     console.print(f"[dim]{plain(found['prompt'])}[/dim]{plain(found['text'])}", highlight=False, soft_wrap=True)
@@ -125,7 +130,7 @@ def show_reply(console: Console, found: Mapping[str, Any]) -> None:
 
 def show_rates(console: Console, found: Mapping[str, Any]) -> None:
     """Tokens a second of each rank."""
-    shown = Table("rank", "device", "prefill tokens/s", "decode tokens/s", "exchanges, s", "peak memory")
+    shown = _folding("rank", "device", "prefill tokens/s", "decode tokens/s", "exchanges, s", "peak memory")
     for rank in found["ranks"]:
         rates = [f"{rank[key]:.1f}" if key in rank else "" for key in ("prefill_tokens_s", "decode_tokens_s")]
         shown.add_row(str(rank["rank"]), rank["device"], *rates, f"{rank['communication_s']:.2f}",

@@ -40,7 +40,8 @@ def downloads(server: FakeHub) -> list[str]:
 
 
 @pytest.mark.parametrize("fail_every", [0, 3])
-def test_fetches_and_verifies(hub: Hub, stocked: FakeHub, source: Path, tmp_path: Path, fail_every: int) -> None:
+def test_fetches_and_verifies(hub: Hub, stocked: FakeHub, source: Path, tmp_path: Path, fail_every: int,
+                              caplog: pytest.LogCaptureFixture) -> None:
     stocked.state.fail_every = fail_every
     seen = []
     done = fetch(hub, tmp_path / "to", Progress(show=seen.append))
@@ -50,6 +51,8 @@ def test_fetches_and_verifies(hub: Hub, stocked: FakeHub, source: Path, tmp_path
     assert done.source.config["model_type"] == "glm_moe_dsa" and seen[-1].done == done.files
     if fail_every:
         assert {failure for _, _, failure in stocked.state.calls} >= {"500", "503", "lost"}
+        told = [record.message for record in caplog.records if record.name == "keys35.publish.hub"]
+        assert any("again in" in message for message in told), "three minutes without a network were silent"
     before = len(downloads(stocked))
     fetch(hub, tmp_path / "to", Progress(show=seen.append))
     assert len(downloads(stocked)) == before and seen[-1].kept == done.files

@@ -6,7 +6,7 @@ import pytest
 from made_up import metrics
 from rich.console import Console
 
-from keys35.report.panel import show_comparison
+from keys35.report.panel import show_comparison, show_rates
 from keys35.report.terminal import show_quality
 
 
@@ -34,3 +34,11 @@ def test_a_comparison_tells_long_paths_apart(console):
     show_comparison(console, found)
     text = "".join(console.export_text().split()).replace("│", "")
     assert "where/1" in text and "where/2" in text and "…" not in text
+
+
+def test_a_narrow_terminal_cuts_no_digits():
+    console = Console(record=True, width=40, file=open(os.devnull, "w"), emoji=False)
+    rank = {"rank": 0, "device": "cpu", "prefill_tokens_s": 31234.5, "decode_tokens_s": 281.9, "communication_s": 0.25,
+            "peak_rss_bytes": 300 << 20}  # fmt: skip
+    show_rates(console, {"ranks": [rank] * 2})
+    assert "…" not in console.export_text()
