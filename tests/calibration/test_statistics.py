@@ -63,6 +63,18 @@ def test_an_expert_without_rows_leans_on_the_layer():
     assert torch.isfinite(found.down).all() and found.down.trace() > 0
 
 
+def test_the_sample_of_all_tokens_meets_every_place_of_a_window_alike(monkeypatch):
+    """First tokens, whose states are like no others, came up as often as the step has its factor 2 from the window."""
+    monkeypatch.setattr(statistics, "ALL_TOKEN_ROWS", 64)
+    gate, up = expert()
+    x = torch.full((64 * 16, D), 0.01)
+    x[::16] = torch.linspace(1, 2, D)
+    moe = MoeRows(x, torch.ones(len(x), 1, dtype=torch.int64), torch.ones(len(x), 1))
+    found = expert_hessians(moe, torch.eye(D), 0, gate, up, Calibration())
+    every = torch.nn.functional.silu(x @ gate) * (x @ up)
+    assert found.rows == 0 and found.down.trace() == pytest.approx(float((every.T @ every / len(x)).trace()), rel=0.1)
+
+
 def test_zero_router_weights_are_finite():
     moe = rows([[0]] * T, [[0.0]] * T)
     found = expert_hessians(moe, torch.eye(D), 0, *expert(), Calibration())
