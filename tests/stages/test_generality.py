@@ -119,7 +119,8 @@ def write_true_size(root: Path) -> Path:
     (root / "quantization_config.json").write_text(json.dumps(quantization | {"tensor_storage": storage}))
     sizes = {path.name: path.stat().st_size for path in root.glob("*.safetensors")}
     report = {
-        **origin_of_report(), "dense_bits": 5, "mtp_bits": 8, "total_bytes": sum(sizes.values()), "widths_by_layer": {},
+        **origin_of_report(), "dense_bits": 5, "mtp_bits": 8, "total_bytes": sum(sizes.values()),
+        "widths_by_layer": {str(layer): {"2": 64, "3": 192} for layer in config.moe_layers},
         "routed_mean_bits": 2.75, "routed_mean_bits_exact": "11/4", "widths_total": {"2": 4800, "3": 14400},
         "shards": [{"file": file, "bytes": size, "sha256": "", "tensors": 1} for file, size in sizes.items()],
         "carried_identical": [rule.name for rule in rules if not rule.quantized], "dropped": [],
