@@ -1,5 +1,6 @@
 """The allocation against brute force, and the budgets it must refuse."""
 
+import time
 from fractions import Fraction
 from itertools import product
 
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from keys35 import allocation
 from keys35.allocation import (
     bit_counts,
     exact_allocation,
@@ -40,6 +42,33 @@ def test_never_dearer_than_any_other_mix(costs, widths, data):
         if sum(widths[i] for i in mix) == wanted
     )
     assert price == pytest.approx(best)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(*[st.sampled_from([0.0, 0.5, 1.0, 3.0, 7.5])] * 3), min_size=1, max_size=9),
+    st.sampled_from([(2, 3, 4, 5), (2, 2.5, 3, 3.5), (2, 4, 6, 8)]),
+    st.data(),
+)
+def test_errors_that_fall_less_and_less_need_no_programme(saved, widths, data):
+    """Many are alike: the same experts are picked as by the programme, which takes any costs."""
+    saved = -np.sort(-np.array(saved), axis=1)
+    costs = np.cumsum(saved[:, ::-1], axis=1)[:, ::-1]
+    costs = np.concatenate([costs, np.zeros((len(costs), 1))], axis=1)
+    step = Fraction(widths[1]) - widths[0]
+    raised = data.draw(st.integers(0, 3 * len(costs)))
+    chosen = exact_allocation(costs, widths, widths[0] + step * raised / len(costs))
+    extras = [int((width - widths[0]) / step) for width in widths]
+    assert np.array_equal(allocation._step_by_step(costs, extras, raised), allocation._programme(costs, extras, raised))
+    assert np.array_equal(chosen, np.asarray(widths)[allocation._programme(costs, extras, raised)])
+
+
+def test_19200_experts_take_no_programme(monkeypatch):
+    monkeypatch.setattr(allocation, "_programme", None)
+    costs = np.exp(np.random.default_rng(0).normal(size=(19200, 1))) * np.array([[0.0677, 0.0176, 0.0047]])
+    begun = time.process_time()
+    assert mean_width([exact_allocation(costs, (2, 3, 4), Fraction(11, 4))]) == Fraction(11, 4)
+    assert time.process_time() - begun < 1
 
 
 def test_256_experts_at_2_75_stay_within_2_3_4():
