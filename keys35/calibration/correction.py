@@ -82,7 +82,7 @@ class PairedInputs:
         if not can_be_fitted(weight, self.rows):
             return weight
         step = self._step(weight, self._sums)
-        if _square(step) > MOST**2 * _square(weight):
+        if self._sums[0].lost is not None and _square(step) > MOST**2 * _square(weight):
             step = self._step(weight, [replace(sums, lost=None) for sums in self._sums])
         return weight + step
 

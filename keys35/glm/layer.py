@@ -5,6 +5,7 @@ slice of it. `N` is a number of rows (tokens), `S` the rows of one sequence, `T`
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -122,6 +123,12 @@ def _places(sequences: range, start: int, count: int) -> Tensor:
 def gated_mlp(x: Tensor, gate: Linear, up: Linear, down: Linear) -> Tensor:
     """down(silu(gate(x)) * up(x)): a dense MLP, a shared expert or one routed expert, x (N, d)."""
     return down(F.silu(gate(x)) * up(x))
+
+
+def mlp_linears(weights: LayerWeights, prefix: str) -> tuple[Linear, Linear, Linear]:
+    """Gate, up and down of an MLP that is named like "mlp.shared_experts"."""
+    gate, up, down = (partial(weights.linear, f"{prefix}.{leaf}_proj") for leaf in ("gate", "up", "down"))
+    return gate, up, down
 
 
 def route(config: GlmConfig, weights: LayerWeights, rows: Tensor) -> tuple[Tensor, Tensor]:

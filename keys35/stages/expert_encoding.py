@@ -58,11 +58,6 @@ class PrefixRows:
     half: Tensor
     hessian: Tensor  # mean x x^T of the layer's MoE input over all tokens
 
-    def to(self, device: torch.device) -> "PrefixRows":
-        """The same rows on a device."""
-        parts = (self.source, self.missing, self.half, self.hessian)
-        return PrefixRows(self.fit.to(device), *(part.to(device) for part in parts))
-
 
 def expert_names(layer: int, expert: int) -> list[str]:
     """Module names of an expert's gate, up and down."""

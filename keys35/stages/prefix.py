@@ -20,7 +20,7 @@ from keys35.exl3.encode import LinearJob, encode_group
 from keys35.exl3.linear import EncodedLinear, decode_weight
 from keys35.files.atomic import load_tensors, save_tensors
 from keys35.glm.block import LayerWeights, Observer
-from keys35.glm.layer import behind_attention, gated_mlp, route
+from keys35.glm.layer import behind_attention, gated_mlp, mlp_linears, route
 from keys35.glm.names import Role, TensorRule
 from keys35.glm.weights import Overlay
 from keys35.host import into_host
@@ -32,6 +32,7 @@ from keys35.stages.job import Job
 from keys35.stages.spans import Spans
 from keys35.stages.streams import (
     QUANTIZED,
+    SHARED,
     SOURCE,
     PairedRows,
     Streams,
@@ -40,6 +41,7 @@ from keys35.stages.streams import (
     paired_rows,
     require_finite,
     states_before,
+    windows_at_once,
 )
 from keys35.stages.units import dense_file, dense_unit, layer_name
 
@@ -156,10 +158,10 @@ def _watched(
 ) -> PairedInputs:
     """What enters a linear of attention in both streams, a few windows at a time."""
     sums = PairedInputs()
-    step = max(1, job.tokens_at_once // streams[SOURCE].x.shape[1])
     name = f"model.layers.{layer}.{module}"
-    for first in range(0, len(streams[SOURCE].x), step):
-        source, found = (streams[stream].part(slice(first, first + step)) for stream in (SOURCE, QUANTIZED))
+    for some in windows_at_once(job, streams[SOURCE]):
+        first = some.start
+        source, found = (streams[stream].part(slice(first, some.stop)) for stream in (SOURCE, QUANTIZED))
         beside = None
         if module in IN_ORDER[-1]:
             beside = lacking(job.config, *(part.x.to(job.device).float() for part in (source, found)))
@@ -172,7 +174,7 @@ def _watched(
 
 def _encode_mlp(job: Job, layer: int, streams: Streams, encoder: _DenseEncoder) -> Tensor:
     """The dense MLP or the shared expert, gate and up first; the mean x x^T of what enters it behind the prefix."""
-    gate, up, down = _mlp_modules(job, layer)
+    gate, up, down = (f"{_mlp_of(job, layer)}.{leaf}_proj" for leaf in ("gate", "up", "down"))
     entering = PairedInputs()
     for rows in paired_rows(job, layer, streams, encoder.weights):
         entering.add(rows.source, rows.found, rows.half)
@@ -188,9 +190,9 @@ def _encode_mlp(job: Job, layer: int, streams: Streams, encoder: _DenseEncoder) 
     return hessian
 
 
-def _mlp_modules(job: Job, layer: int) -> list[str]:
-    prefix = "mlp.shared_experts" if job.config.is_moe(layer) else "mlp"
-    return [f"{prefix}.{leaf}_proj" for leaf in ("gate", "up", "down")]
+def _mlp_of(job: Job, layer: int) -> str:
+    """The MLP that every token passes."""
+    return SHARED if job.config.is_moe(layer) else "mlp"
 
 
 def _save_rows(
@@ -219,14 +221,10 @@ def _expert_rows(
     """
     ids, router = route(job.config, exact, rows.found)
     with short_products(job.device):
-        shared = _shared(job, layer, exact, rows.source) - _shared(job, layer, lossy, rows.found)
+        shared = (gated_mlp(rows.source, *mlp_linears(exact, SHARED))
+                  - gated_mlp(rows.found, *mlp_linears(lossy, SHARED)))
     missing = (rows.missing / rows.root + shared) / router.sum(-1, keepdim=True).clamp(min=LEAST_WEIGHT)
     return rows.found, ids, router * rows.root, rows.source, missing
-
-
-def _shared(job: Job, layer: int, weights: LayerWeights, rows: Tensor) -> Tensor:
-    gate, up, down = (lambda x, module=module: weights.linear(module, x) for module in _mlp_modules(job, layer))
-    return gated_mlp(rows, gate, up, down)
 
 
 def prefix_rows(job: Job, layer: int) -> PrefixRows:

@@ -23,6 +23,7 @@ from keys35.stages.states import States, read_states, save_states
 from keys35.stages.units import layer_name, prefix_unit
 
 STREAMS = SOURCE, QUANTIZED = "source", "quantized"
+SHARED = "mlp.shared_experts"
 Streams = dict[str, States]
 
 
@@ -50,13 +51,23 @@ def lacking(config: GlmConfig, source: Tensor, found: Tensor) -> tuple[Tensor, T
 
 def paired_rows(job: Job, layer: int, streams: Streams, weights: LayerWeights) -> Iterator[PairedRows]:
     """Rows of both streams behind a layer's attention, a few windows at a time."""
-    count, length, _ = streams[SOURCE].x.shape
-    step = max(1, job.tokens_at_once // length)
-    for first in range(0, count, step):
-        states = [streams[name].x[first : first + step].to(job.device).float().flatten(0, 1) for name in STREAMS]
+    for some in windows_at_once(job, streams[SOURCE]):
+        states = [rows_of(job, streams[name], some) for name in STREAMS]
         source, found = (mlp_inputs(job.config, layer, weights, x) for x in states)
-        half = halves(range(first, min(first + step, count)), length).to(job.device)
+        half = halves(some, streams[SOURCE].x.shape[1]).to(job.device)
         yield PairedRows(source, found, *lacking(job.config, *states), half)
+
+
+def windows_at_once(job: Job, states: States) -> Iterator[range]:
+    """The numbers of the windows, as many together as a device takes."""
+    count, length, _ = states.x.shape
+    step = max(1, job.tokens_at_once // length)
+    return (range(first, min(first + step, count)) for first in range(0, count, step))
+
+
+def rows_of(job: Job, states: States, windows: range) -> Tensor:
+    """States of some windows, float32 (n, d) on the job's device."""
+    return states.x[windows.start : windows.stop].to(job.device).float().flatten(0, 1)
 
 
 def halves(windows: range, length: int) -> Tensor:
@@ -90,8 +101,13 @@ def _states_after(job: Job, layer: int, windows: Windows, allocation: dict[int, 
     if receipt is not None and path.exists():
         return read_states(load_tensors(path, expect_sha256=receipt["data"]["sha256"]), STREAMS)
     before = states_before(job, layer, windows, allocation)
-    source = through(job, layer, before.pop(SOURCE), SOURCE, layer_weights(job, job.store, layer))
+    source = advance_source(job, layer, before.pop(SOURCE))
     return {SOURCE: source, QUANTIZED: advance_quantized(job, layer, before.pop(QUANTIZED), allocation)}
+
+
+def advance_source(job: Job, layer: int, before: States) -> States:
+    """The source's stream behind a layer; the states before it are lost."""
+    return through(job, layer, before, SOURCE, layer_weights(job, job.store, layer))
 
 
 def advance_quantized(job: Job, layer: int, before: States, allocation: dict[int, list[float]]) -> States:

@@ -4,12 +4,13 @@ import pytest
 import torch
 from tiny import tiny_recipe
 
+from keys35.glm.layer import gated_mlp, mlp_linears
 from keys35.glm.weights import Overlay
 from keys35.stages import prefix
 from keys35.stages.capture import calibration_windows, layer_weights
 from keys35.stages.job import open_job
 from keys35.stages.states import States
-from keys35.stages.streams import QUANTIZED, SOURCE, lacking, paired_rows
+from keys35.stages.streams import QUANTIZED, SHARED, SOURCE, lacking, paired_rows
 
 RECIPE = tiny_recipe(encoder={"prefix": "quantized"})
 LAYER = 1
@@ -54,7 +55,7 @@ def test_experts_are_left_what_the_shared_expert_and_attention_lack(job, streams
         found, ids, counts, source, missing = prefix._expert_rows(job, LAYER, rows, weights, Overlay(weights, lossy))
         router = (counts / rows.root).double()
         assert torch.equal(found, rows.found) and torch.equal(source, rows.source) and len(ids) == len(found)
-        outputs = [prefix._shared(job, LAYER, layer, x).double()
+        outputs = [gated_mlp(x, *mlp_linears(layer, SHARED)).double()
                    for layer, x in ((weights, rows.source), (Overlay(weights, lossy), rows.found))]
         wanted, before = (state[at : at + len(found)] + shared for state, shared in zip(states, outputs, strict=True))
         after = before + (router[:, :, None] * missing.double()[:, None]).sum(1)
