@@ -148,13 +148,17 @@ def figures(job: Job) -> dict[str, Any]:
 
 
 def _behind_prefix(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Seconds of what a quantized prefix encodes, by kind: dense linears, experts, and what comes behind them."""
+    """Seconds of what a quantized prefix encodes, by kind: dense linears, experts, and what comes behind them.
+
+    saving: what files took that are written beside other work; writing: what was waited for.
+    """
     begins = {"dense": "quantize/dense/", "experts": "final/", "last": "quantize/shared/"}
     found: dict[str, Counter[str]] = {part: Counter() for part in begins}
     for event in events:
         for part, prefix in begins.items():
             if event.get("unit", "").startswith(prefix) and isinstance(event.get("seconds"), dict):
                 found[part].update({kind: spent for kind, spent in event["seconds"].items() if kind in KINDS})
+                found[part]["saving"] += event.get("took", 0.0)
     if not found["experts"]:
         return {}
     return {"behind_prefix": {part: {kind: round(value, 2) for kind, value in spent.items()}

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -10,6 +11,8 @@ from keys35.calibration.solve import can_be_fitted, probes, ridge_fit
 from keys35.precision import vector_sum, whole_products
 
 MOST = 0.5  # of a weight, that making up for what others lose may change it by
+Judged = tuple[float, float, float]
+"""By how much the squared error falls, with which share of the fit, at which ridge."""
 RIDGES = (0.03, 0.1, 0.3, 1.0, 3.0)  # shares of the mean diagonal that hold a fit near the source's weights
 
 
@@ -89,14 +92,13 @@ class PairedInputs:
     def _step(self, weight: Tensor, halves: Sequence["_Sums"]) -> Tensor:
         grams = [sums.gram for sums in halves]
         matches = [sums.match(weight, probes) for sums in halves]
-        best = max((self._judged(ridge, grams, matches) for ridge in RIDGES), key=lambda found: found[0])
-        gain, share, ridge = best
+        gain, share, ridge = _climb([partial(self._judged, ridge, grams, matches) for ridge in RIDGES])
         if not gain > 0:
             return torch.zeros_like(weight)
         return share * ridge_fit(grams[0] + grams[1], sum(sums.match(weight) for sums in halves), ridge)
 
     @staticmethod
-    def _judged(ridge: float, grams: Sequence[Tensor], matches: Sequence[Tensor]) -> tuple[float, float, float]:
+    def _judged(ridge: float, grams: Sequence[Tensor], matches: Sequence[Tensor]) -> Judged:
         """By how much a ridge's fits lower the squared error on the other halves, at the best share; that and it."""
         linear, square = 0.0, 0.0
         for mine, other in ((0, 1), (1, 0)):
@@ -105,3 +107,15 @@ class PairedInputs:
             square += float((fit * (grams[other] @ fit)).sum(-1, dtype=torch.float64).sum())
         share = min(1.0, linear / square) if square > 0 else 0.0
         return share * (2 * linear - share * square), share, ridge
+
+
+def _climb(candidates: Sequence[Callable[[], Judged]]) -> Judged:
+    """The best of them, where gains rise to it and fall behind it; from the middle, for each takes factorisations."""
+    judged = lru_cache(maxsize=None)(lambda place: candidates[place]())
+    place = len(candidates) // 2
+    while True:
+        around = [place] + [beside for beside in (place - 1, place + 1) if 0 <= beside < len(candidates)]
+        best = max(around, key=lambda other: judged(other)[0])
+        if best == place:
+            return judged(place)
+        place = best

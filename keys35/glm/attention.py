@@ -43,14 +43,26 @@ def attention(
 
     With a cache that already holds positions (then B is 1), the rows continue them, in the absorbed form.
     """
+    mixed, selection = mixed_values(block, h, query_latent(block, h, where), selection, where, cache)
+    return block.reduce(block.partial("self_attn.o_proj", mixed)).unflatten(0, h.shape[:2]), selection
+
+
+def query_latent(block: Block, h: Tensor, where: Tensor) -> Tensor:
+    """The latent (B, S, r) that queries are made of, from normalised states h (B, S, d)."""
+    block.seen(["self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"], h.flatten(0, 1), where)
+    latent = block.norm("self_attn.q_a_layernorm", _linear(block, "q_a_proj", h), LATENT_EPS)
+    readers = ["self_attn.q_b_proj", "self_attn.indexer.wq_b"]
+    block.seen(readers[: 1 + block.config.has_indexer(block.layer)], latent.flatten(0, 1), where)
+    return latent
+
+
+def mixed_values(
+    block: Block, h: Tensor, q_latent: Tensor, selection: Tensor | None, where: Tensor, cache: LayerCache | None
+) -> tuple[Tensor, Tensor | None]:
+    """What enters `o_proj`, (B S, heads dv), and the selection as `attention` returns it."""
     config = block.config
     start = cache.length if cache else 0
     turn = rotation(config, torch.arange(start, start + h.shape[1], device=h.device))
-    block.seen(["self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"], h.flatten(0, 1), where)
-    q_latent = block.norm("self_attn.q_a_layernorm", _linear(block, "q_a_proj", h), LATENT_EPS)
-    readers = ["self_attn.q_b_proj", "self_attn.indexer.wq_b"]
-    block.seen(readers[: 1 + config.has_indexer(block.layer)], q_latent.flatten(0, 1), where)
-
     query = _linear(block, "q_b_proj", q_latent).unflatten(-1, (-1, config.qk_head_dim))
     q_nope, q_rope = query.split([config.qk_nope_head_dim, config.qk_rope_head_dim], -1)
     q_rope = rotate(q_rope, turn)
@@ -67,7 +79,7 @@ def attention(
     attend = _attend_absorbed if start else _attend
     mixed = attend(config, q_nope, q_rope, latent, k_rope, kv_b, selection).flatten(0, 1)
     block.seen(["self_attn.o_proj"], mixed, where)
-    return block.reduce(block.partial("self_attn.o_proj", mixed)).unflatten(0, h.shape[:2]), selection
+    return mixed, selection
 
 
 def _linear(block: Block, module: str, x: Tensor) -> Tensor:

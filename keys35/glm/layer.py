@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from keys35.glm.attention import QUERY_ROWS, LayerCache, attention
+from keys35.glm.attention import QUERY_ROWS, LayerCache, attention, mixed_values, query_latent
 from keys35.glm.block import Block, LayerWeights, Observer, sum_shares, wide
 from keys35.glm.config import GlmConfig
 from keys35.precision import whole_products
@@ -68,6 +68,26 @@ def behind_attention(
 
 
 @torch.no_grad()
+def show_attention(
+    config: GlmConfig,
+    layer: int,
+    weights: LayerWeights,
+    windows: Sequence[Tensor],
+    selections: Sequence[Tensor | None],
+    *,
+    observer: Observer,
+    mixed: bool,
+) -> None:
+    """Let an observer see what enters attention's linears; mixed: `o_proj`, too, which takes far longer."""
+    block = Block(config, layer, weights, observer, sum_shares)
+    for run, x, selection in _stacked(config, windows, selections, alone=False):
+        h, where = block.norm("input_layernorm", x), _places(run, 0, x.shape[1])
+        latent = query_latent(block, h, where)
+        if mixed:
+            mixed_values(block, h, latent, selection, where, None)
+
+
+@torch.no_grad()
 def mlp_inputs(config: GlmConfig, layer: int, weights: LayerWeights, states: Tensor) -> Tensor:
     """What a layer's MLP or router is given (N, d), from the states behind its attention."""
     return Block(config, layer, weights, Observer(), sum_shares).norm("post_attention_layernorm", states)
@@ -88,17 +108,24 @@ def _attended(
 ) -> tuple[list[Tensor], list[Tensor | None], list[Tensor]]:
     """States behind attention (S, d), selections and places of each window."""
     states, chosen, places = [], [], []
-    for run in _runs(block.config, windows, selections, alone=caches is not None):
+    for run, x, selection in _stacked(block.config, windows, selections, alone=caches is not None):
         cache = caches[run.start] if caches else None
-        x, selection = torch.stack(windows[run.start : run.stop]), selections[run.start]
-        if selection is not None:
-            selection = torch.stack(selections[run.start : run.stop])
         where = _places(run, cache.length if cache else 0, x.shape[1])
         mixed, selection = attention(block, block.norm("input_layernorm", x), selection, where, cache)
         states += (x + mixed.to(x.dtype)).unbind()
         chosen += [None] * len(run) if selection is None else selection.unbind()
         places.append(where)
     return states, chosen, places
+
+
+def _stacked(
+    config: GlmConfig, windows: Sequence[Tensor], selections: Sequence[Tensor | None], alone: bool
+) -> Iterator[tuple[range, Tensor, Tensor | None]]:
+    """Windows that attention takes together: their numbers, states (B, S, d) and selections, bool (B, S, T)."""
+    for run in _runs(config, windows, selections, alone):
+        part = slice(run.start, run.stop)
+        shared = selections[run.start]
+        yield run, torch.stack(windows[part]), None if shared is None else torch.stack(selections[part])
 
 
 def _runs(

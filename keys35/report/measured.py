@@ -26,6 +26,7 @@ STEPS = {
     "allocated": "allocation",
     "dense": "dense linears",
     "dense-time": "dense linears",
+    "dense-saved": "dense linears",
     "assembled": "assembly",
 }
 

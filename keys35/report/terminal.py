@@ -59,7 +59,8 @@ def show_plan(console: Console, plan: "Plan") -> None:
         ("work directory", f"{human_bytes(plan.work_bytes)} ({human_bytes(plan.free_bytes)} free there): "
                            + ", ".join(f"{name} {human_bytes(size)}" for name, size in plan.work_parts.items())),
         ("host memory", f"about {human_bytes(plan.host_bytes)} of data at the peak"),
-        ("compute memory", f"about {human_bytes(plan.device_bytes)} while a layer or a group of experts is worked on"),
+        ("compute memory", f"about {human_bytes(plan.device_bytes)} while a layer or a group of experts is worked on; "
+                           f"a GPU with room for them keeps up to {human_bytes(plan.rows_bytes)} of rows besides"),
         ("unified memory", f"about {human_bytes(plan.unified_bytes)} where host and device share one (a GB10 has "
                            "119.2 GiB); what is read leaves the page cache"),
         ("encoding", f"{plan.weights_to_encode / 1e9:,.3f} G weights over all widths; {plan.backend} here: "

@@ -15,11 +15,11 @@ from keys35.files.atomic import load_tensors, save_tensors
 from keys35.glm.mtp import mtp_inputs
 from keys35.glm.names import FINAL_NORM
 from keys35.glm.weights import Keep, StoredLayer, WeightStore
+from keys35.stages.background import saving
 from keys35.stages.dropped import SPLITS, Dropped, drop, dropped_before, facts, left, remaining
-from keys35.stages.expert_encoding import LayerRows
+from keys35.stages.expert_encoding import LayerRows, at_hand
 from keys35.stages.experts import Shelf
 from keys35.stages.job import Job
-from keys35.stages.needs import rows_stay
 from keys35.stages.scan import broken_tensors
 from keys35.stages.spans import Spans
 from keys35.stages.states import States, read_states, save_states
@@ -94,17 +94,7 @@ def capture(
     data = {"carrier": captures["fit"].carrier, "dropped": facts(dropped)}
     finish = partial(_finish, job, layer, hessians, rows, after, data, replay)
     job.work.log("captured", layer=layer, seconds=spent.facts())
-    pool = ThreadPoolExecutor(1, "saving")
-    finishing = pool.submit(finish)
-
-    def conclude() -> None:
-        waited = Spans(job.device)
-        with waited("writing"):
-            finishing.result()
-        pool.shutdown()
-        job.work.log("saved", layer=layer, seconds=waited.facts())
-
-    return conclude
+    return saving(job, capture_unit(layer), "saved", finish)
 
 
 def _passed(
@@ -271,8 +261,7 @@ def _ready_rows(
     kept = remaining(judged, "selection", dropped)
     per_window = selection.x.shape[0] // len(kept)
     domain, half = (part[kept].repeat_interleave(per_window) for part in (judged.domain, judged.halves()))
-    ready = LayerRows(rows["fit"], selection, domain, half, len(job.text.domains), hessian)
-    return ready.to(job.device) if rows_stay(ready.fit.x.nbytes + selection.x.nbytes, job.recipe) else ready
+    return at_hand(job, LayerRows(rows["fit"], selection, domain, half, len(job.text.domains), hessian))
 
 
 def hessian_file(job: Job, layer: int) -> Path:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from keys35.exl3.simulate import simulate_group
 from keys35.glm.names import PROJECTIONS
 from keys35.precision import vector_sum
 from keys35.stages.job import Job
+from keys35.stages.needs import rows_stay
 from keys35.stages.spans import Spans
 
 Weights = tuple[Tensor, Tensor, Tensor]  # gate, up, down; each (in, out) float32
@@ -34,6 +36,11 @@ class LayerRows:
     half: Tensor
     domains: int
     hessian: Tensor  # mean x x^T of the layer's MoE input over all fit tokens
+
+    @property
+    def nbytes(self) -> int:
+        """Of the inputs, which are all but a fraction."""
+        return self.fit.x.nbytes + self.selection.x.nbytes
 
     def to(self, device: torch.device) -> "LayerRows":
         """The same rows on a device."""
@@ -57,6 +64,27 @@ class PrefixRows:
     missing: Tensor
     half: Tensor
     hessian: Tensor  # mean x x^T of the layer's MoE input over all tokens
+
+    @property
+    def nbytes(self) -> int:
+        """Of the inputs and what is missing, which are all but a fraction."""
+        return self.fit.x.nbytes + self.source.nbytes + self.missing.nbytes
+
+    def to(self, device: torch.device) -> "PrefixRows":
+        """The same rows on a device."""
+        parts = (part.to(device) for part in (self.source, self.missing, self.half, self.hessian))
+        return PrefixRows(self.fit.to(device), *parts)
+
+
+Rows = TypeVar("Rows", LayerRows, PrefixRows)
+
+
+def at_hand(job: Job, rows: Rows) -> Rows:
+    """Rows where the encoder will look for them: on a GPU that has room, where picking an expert's takes no time."""
+    if job.device.type != "cuda":
+        return rows
+    memory = torch.cuda.get_device_properties(job.device).total_memory
+    return rows.to(job.device) if rows_stay(rows.nbytes, job.recipe, memory) else rows
 
 
 def expert_names(layer: int, expert: int) -> list[str]:

@@ -1,6 +1,7 @@
 """The unit of work: a group of a layer's routed experts, encoded at some widths and judged at the layer's output."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from keys35.stages.units import ExpertUnit, is_predicted, middle_width, sampled,
 
 Batch = tuple[int, tuple[int, ...]]  # a layer and some of its experts
 Reader = Ahead[dict[int, list[Tensor]]]
+READERS = 4
 
 
 def encode_experts(
@@ -58,8 +60,8 @@ def encode_chosen(
     """
     files, data = job.work.recorded(unit.name), job.work.require(unit.name)["data"]
     spent = Spans(job.device)
-    for width, experts in chosen.items():
-        found, written = _encode_all(job, unit, experts, [width], [width], rows, spent, reader)
+    for width, experts, after in _in_turn(job, unit, chosen):
+        found, written = _encode_all(job, unit, experts, [width], [width], rows, spent, reader, after)
         files |= written
         for expert, encoded in found.items():
             data["proxy_error"][str(width)][data["experts"].index(expert)] = encoded.proxy_error[0]
@@ -74,8 +76,8 @@ def encode_final(
 ) -> None:
     """Encode a group behind the quantized prefix, at the widths chosen (width -> experts); nothing is judged."""
     spent, facts, files = Spans(job.device), {}, {}
-    for width, experts in chosen.items():
-        found, written = _encode_all(job, unit, experts, [width], [width], rows, spent, reader)
+    for width, experts, after in _in_turn(job, unit, chosen):
+        found, written = _encode_all(job, unit, experts, [width], [width], rows, spent, reader, after)
         files |= written
         facts |= {expert: (width, encoded) for expert, encoded in found.items()}
     proxy = {str(width): [facts[e][1].proxy_error[0] if facts[e][0] == width else None for e in unit.experts]
@@ -86,6 +88,15 @@ def encode_final(
             "proxy_error": proxy, "fallback": sorted(name for e in in_order for name in e.fallback)}
     job.work.commit(unit.name, files, data)
     _log(job, unit, spent, sum(len(experts) for experts in chosen.values()))
+
+
+def _in_turn(
+    job: Job, unit: ExpertUnit, chosen: Mapping[int, Sequence[int]]
+) -> Iterator[tuple[int, Sequence[int], Batch | None]]:
+    """Widths, their experts, and the batch that the next width begins with."""
+    firsts = [_batches(job, unit.layer, experts)[0] for experts in chosen.values()]
+    for (width, experts), after in zip(chosen.items(), [*firsts[1:], None], strict=True):
+        yield width, experts, after
 
 
 def _log(job: Job, unit: ExpertUnit, spent: Spans, encodings: int) -> None:
@@ -161,7 +172,7 @@ class Shelf:
     """What a worker finds ready in this process: a layer's rows, and batches of experts that were read before."""
 
     def __init__(self, job: Job) -> None:
-        self.rows: dict[int, LayerRows] = {}
+        self.rows: dict[int, LayerRows | PrefixRows] = {}
         self.reader: Reader = Ahead(partial(_read_batch, job, job.device.type == "cuda"))
 
     def expect(self, job: Job, unit: ExpertUnit) -> None:
@@ -172,7 +183,10 @@ class Shelf:
 def _read_batch(job: Job, pinned: bool, batch: Batch) -> dict[int, list[Tensor]]:
     """Experts' projections as the source has them; in pinned memory where a GPU will fetch them."""
     layer, experts = batch
-    return {e: [job.source.read(f"{name}.weight", pinned) for name in expert_names(layer, e)] for e in experts}
+    names = [f"{name}.weight" for expert in experts for name in expert_names(layer, expert)]
+    with ThreadPoolExecutor(READERS) as pool:
+        read = list(pool.map(partial(job.source.read, pinned=pinned), names))
+    return {expert: read[3 * place : 3 * place + 3] for place, expert in enumerate(experts)}
 
 
 def _on_device(job: Job, parts: Sequence[Tensor]) -> Weights:

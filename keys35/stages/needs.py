@@ -17,6 +17,7 @@ SCRATCH = 4_429_185_024  # of the tile search on 132 multiprocessors, at 4 bits,
 ENCODED_TWICE = "mlp.shared_experts.down_proj.weight"  # behind a quantized prefix, the last time behind the experts
 WEIGHED = 16  # simulated experts of a layer that are enough to weigh it by
 ROWS_ON_DEVICE = 4 << 30  # beside what encoding takes: under 24 GiB together for GLM-5.3
+BESIDE_ROWS = 48 << 30  # what a GPU has beyond this is for rows, too: a driver's pass and an encoder take half each
 
 
 def tokens(recipe: Recipe) -> int:
@@ -145,6 +146,14 @@ def device_bytes(config: GlmConfig, recipe: Recipe) -> int:
     return max(passing, encoding + (rows if rows_stay(rows, recipe) else 0))
 
 
-def rows_stay(nbytes: int, recipe: Recipe) -> bool:
-    """Whether so many bytes of a layer's rows are kept on the GPU while its experts are encoded."""
-    return nbytes <= ROWS_ON_DEVICE and not recipe.encoder.low_memory
+def largest_rows(config: GlmConfig, recipe: Recipe) -> int:
+    """Of one layer: those that it is measured on, or those behind a quantized prefix; none where GPUs keep none."""
+    if recipe.encoder.low_memory:
+        return 0
+    behind = prefix_bytes(config, recipe)[1] if recipe.encoder.prefix == "quantized" else 0
+    return max(rows_bytes(config, recipe), behind)
+
+
+def rows_stay(nbytes: int, recipe: Recipe, memory: int = 0) -> bool:
+    """Whether so many bytes of a layer's rows are kept on a GPU of so much memory while its experts are encoded."""
+    return nbytes <= max(ROWS_ON_DEVICE, memory - BESIDE_ROWS) and not recipe.encoder.low_memory

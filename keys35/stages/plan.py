@@ -18,7 +18,7 @@ from keys35.stages.budget import Trade, trades, within_size
 from keys35.stages.choice import foregone
 from keys35.stages.feasible import refuse_impossible, refuse_uncut, refuse_unfinishable
 from keys35.stages.job import Keep, read_source
-from keys35.stages.needs import device_bytes, host_bytes, work_parts
+from keys35.stages.needs import device_bytes, host_bytes, largest_rows, work_parts
 from keys35.stages.profile import ProfileCost, profile_costs, profile_rules
 from keys35.stages.projection import Projection, encoder_passes, projected, simulated_hours
 from keys35.stages.sizes import ClassSize, class_sizes
@@ -58,6 +58,8 @@ class Plan:
     free_bytes: int
     host_bytes: int
     device_bytes: int
+    rows_bytes: int
+    """Of the layer whose experts are encoded; a GPU with more than needs.BESIDE_ROWS keeps them beside the rest."""
     weights_to_encode: int
     backend: str
     weights_per_second: float
@@ -77,7 +79,7 @@ class Plan:
     @property
     def unified_bytes(self) -> int:
         """What host and device take together where they share one memory; what is read leaves the page cache."""
-        return self.host_bytes + self.device_bytes
+        return self.host_bytes + self.device_bytes + self.rows_bytes
 
     @property
     def gpu_hours(self) -> float | None:
@@ -135,6 +137,7 @@ def plan(source: Path, recipe: Recipe, work: Path | None = None, tp: int = 4, ke
         free_bytes=free_bytes(work or Path.cwd()),
         host_bytes=host_bytes(max(nbytes.values()), config, recipe),
         device_bytes=device_bytes(config, recipe),
+        rows_bytes=largest_rows(config, recipe),
         weights_to_encode=_weights_to_encode(rules, config, recipe),
         backend=backend,
         weights_per_second=rate,

@@ -8,6 +8,8 @@ makes up for what the second stream lacks by then.
 """
 
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,9 +27,11 @@ from keys35.glm.names import Role, TensorRule
 from keys35.glm.weights import Overlay
 from keys35.host import into_host
 from keys35.precision import short_products
+from keys35.stages.background import saving
 from keys35.stages.capture import layer_weights
 from keys35.stages.dense import dense_weight, save_dense
-from keys35.stages.expert_encoding import PrefixRows
+from keys35.stages.expert_encoding import PrefixRows, at_hand
+from keys35.stages.experts import Shelf
 from keys35.stages.job import Job
 from keys35.stages.spans import Spans
 from keys35.stages.streams import (
@@ -52,10 +56,18 @@ IN_ORDER = (
     ("self_attn.o_proj",),
 )
 """Attention's linears as a stream meets them; those of a group have the same input. The last writes to the state."""
+PASSED_ON = "source", "missing", "half", "hessian"
+"""Of `PrefixRows`, beside the rows of the quantized stream."""
 
 
-def encode_behind_prefix(job: Job, layer: int, windows: Windows, allocation: dict[int, list[float]]) -> None:
-    """A layer's dense linears one after another, and the rows that its experts are encoded on."""
+def encode_behind_prefix(
+    job: Job, layer: int, windows: Windows, allocation: dict[int, list[float]], shelf: Shelf | None = None
+) -> Callable[[], None]:
+    """A layer's dense linears one after another, and the rows that its experts are encoded on.
+
+    The files are written in the background, and the unit is finished when they are: what is returned waits for that. A
+    shelf gets the rows for whoever encodes on them in this process.
+    """
     spent = Spans(job.device)
     with spent("reading"):
         streams = states_before(job, layer, windows, allocation)
@@ -72,14 +84,23 @@ def encode_behind_prefix(job: Job, layer: int, windows: Windows, allocation: dic
         streams = {name: states.advance(job.config, layer, passing[name], job.device, job.tokens_at_once,
                                         in_place=True, through=behind_attention) for name, states in streams.items()}
     require_finite(layer, streams)
-    hessian = _encode_mlp(job, layer, streams, encoder)
-    more = {}
+    hessian, rows = _encode_mlp(job, layer, streams, encoder), None
     if job.config.is_moe(layer):
-        with spent("writing"):
-            more = {"rows_sha256": _save_rows(job, layer, streams, weights, encoder.weights, hessian)}
-    home = dense_unit(layer), dense_file(job, layer)
-    save_dense(job, home, encoder.encoded, **more)  # last: it declares the rows done, too
+        with spent("forward"):
+            rows = _rows(job, layer, streams, weights, encoder.weights, hessian)
+            if shelf is not None:
+                shelf.rows[layer] = at_hand(job, rows)
     job.work.log("dense-time", unit=dense_unit(layer), seconds=spent.facts())
+    return saving(job, dense_unit(layer), "dense-saved", partial(_save, job, layer, encoder.encoded, rows))
+
+
+def _save(job: Job, layer: int, encoded: dict[str, EncodedLinear], rows: PrefixRows | None) -> None:
+    """The rows first: the dense linears' receipt declares them done, too."""
+    more = {}
+    if rows is not None:
+        tensors = rows.fit.tensors("fit") | {name: getattr(rows, name) for name in PASSED_ON}
+        more = {"rows_sha256": save_tensors(prefix_rows_file(job, layer), tensors)}
+    save_dense(job, (dense_unit(layer), dense_file(job, layer)), encoded, **more)
 
 
 class _DenseEncoder:
@@ -159,16 +180,15 @@ def _watched(
     """What enters a linear of attention in both streams, a few windows at a time."""
     sums = PairedInputs()
     name = f"model.layers.{layer}.{module}"
+    last = module in IN_ORDER[-1]
     for some in windows_at_once(job, streams[SOURCE]):
         first = some.start
         source, found = (streams[stream].part(slice(first, some.stop)) for stream in (SOURCE, QUANTIZED))
-        beside = None
-        if module in IN_ORDER[-1]:
-            beside = lacking(job.config, *(part.x.to(job.device).float() for part in (source, found)))
+        beside = lacking(job.config, *(part.x.to(job.device).float() for part in (source, found))) if last else None
         kept = _Inputs(name, first, sums)
         passes = ((source, exact, kept), (found, lossy, _Inputs(name, first, sums, kept, beside)))
         for part, weights, observer in passes:
-            part.advance(job.config, layer, weights, job.device, job.tokens_at_once, observer, through=behind_attention)
+            part.show_attention(job.config, layer, weights, job.device, job.tokens_at_once, observer, mixed=last)
     return sums
 
 
@@ -195,9 +215,9 @@ def _mlp_of(job: Job, layer: int) -> str:
     return SHARED if job.config.is_moe(layer) else "mlp"
 
 
-def _save_rows(
+def _rows(
     job: Job, layer: int, streams: Streams, exact: LayerWeights, lossy: LayerWeights, hessian: Tensor
-) -> str:
+) -> PrefixRows:
     """What a layer's experts are encoded on, once its other linears are there."""
     count, length, d = streams[SOURCE].x.shape
     tokens, k, at = count * length, job.config.num_experts_per_tok, 0
@@ -208,8 +228,7 @@ def _save_rows(
         found = _expert_rows(job, layer, rows, exact, lossy)
         for kept, new in zip((fit.x, fit.expert_ids, fit.weights, source, missing), found, strict=True):
             into_host(kept[part], new)
-    tensors = fit.tensors("fit") | {"source": source, "missing": missing, "hessian": hessian}
-    return save_tensors(prefix_rows_file(job, layer), tensors | {"half": halves(range(count), length)})
+    return PrefixRows(fit, source, missing, halves(range(count), length), hessian.cpu())
 
 
 def _expert_rows(
@@ -231,8 +250,8 @@ def prefix_rows(job: Job, layer: int) -> PrefixRows:
     """A layer's rows behind the quantized prefix; raises ResumeError if they are gone or damaged."""
     expected = job.work.require(dense_unit(layer))["data"]["rows_sha256"]
     tensors = load_tensors(prefix_rows_file(job, layer), expect_sha256=expected)
-    fields = (tensors[name] for name in ("source", "missing", "half", "hessian"))
-    return PrefixRows(MoeRows.from_tensors(tensors, "fit"), *fields)
+    rows = PrefixRows(MoeRows.from_tensors(tensors, "fit"), **{name: tensors[name] for name in PASSED_ON})
+    return at_hand(job, rows)
 
 
 def prefix_rows_file(job: Job, layer: int) -> Path:

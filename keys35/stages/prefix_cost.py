@@ -15,10 +15,14 @@ OF_AN_EXPERT = ("gate and up of an expert", "down of an expert")
 
 @dataclass(frozen=True)
 class PrefixSeconds:
-    """alone: what one device does, layer after layer; shared: what workers divide, a layer's experts at a time."""
+    """alone: what one device does, layer after layer; shared: what workers divide, a layer's experts at a time.
+
+    waiting: for rows to be on disk before another process can begin, which one that has them in memory does not.
+    """
 
     alone: float = 0.0
     shared: float = 0.0
+    waiting: float = 0.0
 
 
 def prefix_seconds(
@@ -38,7 +42,8 @@ def prefix_seconds(
     solving = config.n_routed_experts * sum(solves["cases"][name]["solve_ms"] for name in OF_AN_EXPERT) / 1e3
     of_experts = solving + more * (experts["Hessians"] - solving) + experts["reading"] + experts["writing"]
     moe = sum(config.is_moe(layer) for layer in config.layers)  # the MTP layer is one
-    return PrefixSeconds(len(config.layers) * (corrected + onward), moe * of_experts)
+    waiting = moe * more * (dense["saving"] - dense["writing"])
+    return PrefixSeconds(len(config.layers) * (corrected + onward), moe * of_experts, waiting)
 
 
 def prefix_device_bytes(config: GlmConfig, widest: int) -> int:

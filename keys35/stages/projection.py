@@ -133,8 +133,8 @@ def project(
     spread = encode + other + weighing
     behind_it = prefix.alone + prefix.shared
     shared = spread + behind_it - alone
-    wall = {n: (spread + forward + behind_it if n == 1 else max(shared / n, forward) + alone) / 3600
-            for n in GPUS}
+    several = alone + prefix.waiting
+    wall = {n: (spread + forward + behind_it if n == 1 else max(shared / n, forward) + several) / 3600 for n in GPUS}
     return Projection(
         encode / 3600, weighing / 3600, (forward + other) / 3600, wall, *_bytes(rules, config, recipe),
         behind_it / 3600,

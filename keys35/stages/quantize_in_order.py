@@ -1,7 +1,9 @@
 """Quantize behind the quantized prefix: layer after layer, everything at its final width, whatever was measured."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
+from keys35.engine.here import Here
 from keys35.glm.names import Role
 from keys35.progress import Progress
 from keys35.stages.allocate import load_allocation
@@ -11,7 +13,7 @@ from keys35.stages.experts import Shelf
 from keys35.stages.job import Job
 from keys35.stages.needs import encoded_bytes, prefix_bytes
 from keys35.stages.prefix import encode_behind_prefix, prefix_rows_file
-from keys35.stages.schedule import AHEAD, Step, carry_out
+from keys35.stages.schedule import AHEAD, Conclude, Step, carry_out
 from keys35.stages.shared import finish_layer
 from keys35.stages.streams import prefix_states_file
 from keys35.stages.units import by_width, dense_unit, encoded_last, final_units, prefix_unit, shared_unit, unit_rules
@@ -33,7 +35,8 @@ def quantize_in_order(
 
     shelf = Shelf(job)
     with open_workers(job, workers, shelf) as pool:
-        steps = list(_steps(job, shelf, allocation or load_allocation(job)))
+        mine = shelf if isinstance(pool, Here) else None
+        steps = list(_steps(job, mine, allocation or load_allocation(job)))
         carry_out(job, "quantize", steps, pool, progress, finished, sum(prefix_bytes(job.config, job.recipe)))
     for layer in job.config.layers:
         prefix_states_file(job, layer).unlink(missing_ok=True)
@@ -41,24 +44,26 @@ def quantize_in_order(
         rows_file(job, layer).unlink(missing_ok=True)  # which the measurement left
 
 
-def _steps(job: Job, shelf: Shelf, allocation: dict[int, list[float]]) -> Iterator[Step]:
+def _steps(job: Job, shelf: Shelf | None, allocation: dict[int, list[float]]) -> Iterator[Step]:
     """Layer by layer its dense linears, its experts' units, and the states that it gives the next one."""
     windows = left(calibration_windows(job), dropped_anywhere(job))["fit"]
     widths = allocation | {layer: [job.recipe.mtp.bits] * job.experts for layer in job.config.mtp_layers}
 
-    def alone(act: Callable[..., None], layer: int) -> Callable[[], None]:
-        def do() -> None:
-            shelf.rows.clear()
-            act(job, layer, windows, allocation)
+    def alone(act: Callable[..., Conclude | None], layer: int) -> Callable[[], Conclude | None]:
+        def do() -> Conclude | None:
+            if shelf is not None:
+                shelf.rows.clear()
+            return act(job, layer, windows, allocation)
         return do
 
+    prepare = partial(encode_behind_prefix, shelf=shelf)
     for layer in job.config.layers:
         place, units = APART * layer, final_units(job, layer) if job.config.is_moe(layer) else []
         encoded = [job.work.receipt(unit.name) is not None for unit in units]
         prepared = job.work.receipt(dense_unit(layer)) is not None
         prepared = prepared and (all(encoded) or prefix_rows_file(job, layer).exists())
         rules = [rule for rule in job.rules.values() if rule.layer == layer]
-        yield Step(f"layer {layer}: dense linears", place, prepared, alone(encode_behind_prefix, layer),
+        yield Step(f"layer {layer}: dense linears", place, prepared, alone(prepare, layer),
                    encoded_bytes(rules, Role.DENSE, [job.recipe.dense.bits]), "dense")
         for unit, kept in zip(units, encoded, strict=True):
             yield Step(f"layer {layer}: experts {unit.experts.start}+", place, kept,

@@ -1,6 +1,6 @@
 """Hidden states of the calibration windows between two layers, kept on disk so that a killed run goes on."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from keys35.files.atomic import save_tensors
 from keys35.glm.block import LayerWeights, Observer
 from keys35.glm.config import GlmConfig
-from keys35.glm.layer import decoder_layer
+from keys35.glm.layer import decoder_layer, show_attention
 from keys35.glm.names import EMBEDDING
 from keys35.glm.weights import WeightStore
 from keys35.host import into_host
@@ -61,14 +61,10 @@ class States:
 
         through: the whole layer, or its first half.
         """
-        step = max(1, at_once // self.x.shape[1])
         after = self.x if in_place else torch.empty_like(self.x)
         chosen: list[Tensor | None] = []
         broken: list[int] = []
-        for first in range(0, self.x.shape[0], step):
-            part = slice(first, first + step)
-            windows = list(self.x[part].to(device).float())
-            selections = [None if s is None else s.to(device) for s in self.chosen[part]]
+        for first, windows, selections in self.on_device(device, at_once):
             with short_products(device):
                 new, selected = through(config, layer, weights, windows, selections, observer=observer)
             for index, state in enumerate(new, first):
@@ -76,6 +72,25 @@ class States:
             chosen += [None if s is None else s.cpu() for s in selected]
             broken += [first + index for index in _broken(new)]
         return States(after, tuple(chosen), tuple(broken))
+
+    def show_attention(
+        self, config: GlmConfig, layer: int, weights: LayerWeights, device: torch.device, at_once: int,
+        observer: Observer, mixed: bool,
+    ) -> None:
+        """All windows as far into a layer as an observer of attention's linears needs; mixed: up to `o_proj`."""
+        for _, windows, selections in self.on_device(device, at_once):
+            with short_products(device):
+                show_attention(config, layer, weights, windows, selections, observer=observer, mixed=mixed)
+
+    def on_device(
+        self, device: torch.device, at_once: int
+    ) -> Iterator[tuple[int, list[Tensor], list[Tensor | None]]]:
+        """A few windows at a time, at most so many tokens: the first one's number, float32 states and selections."""
+        step = max(1, at_once // self.x.shape[1])
+        for first in range(0, self.x.shape[0], step):
+            part = slice(first, first + step)
+            selections = [None if s is None else s.to(device) for s in self.chosen[part]]
+            yield first, list(self.x[part].to(device).float()), selections
 
     def part(self, windows: slice) -> "States":
         """Some of the windows."""

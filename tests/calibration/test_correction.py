@@ -1,12 +1,13 @@
 """Weights fitted to a quantized prefix, against augmented least squares in float64 and on rows they have not seen."""
 
 import weakref
+from functools import partial
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from keys35.calibration.correction import RIDGES, PairedInputs
+from keys35.calibration.correction import RIDGES, PairedInputs, _climb
 from keys35.stages.prefix_cost import SQUARES
 
 IN, OUT, ROWS = 12, 5, 96
@@ -146,3 +147,15 @@ def test_rows_that_are_not_finite_correct_nothing() -> None:
     x, q = made()
     q[3, 2] = float("inf")
     assert torch.equal(sums(x, q).corrected(weight()), weight())
+
+
+@pytest.mark.parametrize("best", range(5))
+def test_a_climb_ends_where_trying_all_would(best: int) -> None:
+    asked: list[int] = []
+
+    def judged(place: int) -> tuple[float, float, float]:
+        asked.append(place)
+        return -float(abs(place - best)), 1.0, float(place)
+
+    assert _climb([partial(judged, place) for place in range(5)])[2] == best
+    assert len(asked) == len(set(asked)) and (len(asked) == 3 or best != 2)

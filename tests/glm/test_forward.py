@@ -11,7 +11,7 @@ from keys35.files.source import ShardedSource
 from keys35.glm.attention import LayerCache
 from keys35.glm.block import Block, Observer, sum_shares
 from keys35.glm.config import GlmConfig
-from keys35.glm.layer import decoder_layer, feed_forward, gated_mlp, route
+from keys35.glm.layer import behind_attention, decoder_layer, feed_forward, gated_mlp, route, show_attention
 from keys35.glm.stream import Head, embed, mtp, trunk
 from keys35.glm.weights import Keep, Overlay, WeightStore
 
@@ -218,3 +218,30 @@ def test_another_size_works_by_configuration_alone(tmp_path):
     states = mtp(store, hidden, embedded)[0]
     assert states.shape == (59, 256) and states.isfinite().all()
     assert Head.of_trunk(store)(hidden[0]).shape == (60, 512)
+
+
+class Inputs(Observer):
+    """What was seen of each group of linears, with the windows and places."""
+
+    def __init__(self) -> None:
+        self.seen: dict[tuple[str, ...], list[torch.Tensor]] = {}
+
+    def linear_input(self, modules: tuple[str, ...], rows: torch.Tensor, where: torch.Tensor) -> None:
+        self.seen.setdefault(modules, []).extend([rows, where])
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("layer", [0, 1])
+def test_what_enters_attention_is_shown_as_a_pass_shows_it(demo_store, demo_config, prose, layer, mixed):
+    """Over windows of two lengths, beyond index_topk, with and without a selection that is handed on."""
+    windows = [*embed(demo_store, prose[:3]), *embed(demo_store, [prose[3][:100]])]
+    states, chosen = windows, [None] * 4
+    for before in range(layer):
+        states, chosen = decoder_layer(demo_config, before, demo_store.layer(before), states, chosen)
+    whole, shown, weights = Inputs(), Inputs(), demo_store.layer(layer)
+    behind_attention(demo_config, layer, weights, states, chosen, observer=whole)
+    show_attention(demo_config, layer, weights, states, chosen, observer=shown, mixed=mixed)
+    o_proj = (f"model.layers.{layer}.self_attn.o_proj",)
+    assert len(whole.seen) == 3 and set(shown.seen) == set(whole.seen) - (set() if mixed else {o_proj})
+    for modules, parts in shown.seen.items():
+        assert all(torch.equal(a, b) for a, b in zip(parts, whole.seen[modules], strict=True))

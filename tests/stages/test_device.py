@@ -64,7 +64,7 @@ def behind_prefix(source: Path, root: Path, backend: str) -> tuple[dict[str, str
     recipe = small_recipe(encoder={"prefix": "quantized", "backend": backend})
     with open_job(source, recipe, root / "work") as job:
         if backend == "cpu":
-            encode_behind_prefix(job, 0, calibration_windows(job)["fit"], {})
+            encode_behind_prefix(job, 0, calibration_windows(job)["fit"], {})()
         else:
             run(job, root / "out", Progress(job.work), tp=1)
         errors = job.work.require(dense_unit(0))["data"]["proxy_error"]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+import torch
 from small import digest
 from tiny import begun, tiny_recipe
 
@@ -26,6 +27,7 @@ from keys35.stages import prefix, streams
 from keys35.stages.allocate import allocate, load_allocation
 from keys35.stages.assemble import assemble
 from keys35.stages.capture import calibration_windows
+from keys35.stages.experts import Shelf
 from keys35.stages.job import open_job
 from keys35.stages.measure import measure
 from keys35.stages.plan import plan
@@ -78,7 +80,7 @@ def test_states_and_encoder_hold_one_layers_weights_at_a_time(
         monkeypatch.setattr(module, "layer_weights", watched)
     with open_job(tiny.source, RECIPE, tmp_path / "work") as job:
         dense = dense_file(job, 3).read_bytes()
-        prefix.encode_behind_prefix(job, 3, calibration_windows(job)["fit"], load_allocation(job))
+        prefix.encode_behind_prefix(job, 3, calibration_windows(job)["fit"], load_allocation(job))()
         assert dense_file(job, 3).read_bytes() == dense
     assert most == [1] * 5, "three layers before it, and its own for its input and to be encoded"
 
@@ -97,6 +99,18 @@ def test_two_workers_make_the_same_bytes(tiny, measured: Path, whole: Path, tmp_
     shutil.copytree(measured, tmp_path / "work")
     make(tiny, tmp_path, Workers(2))
     assert digest(tmp_path / "out") == digest(whole / "out")
+
+
+def test_rows_in_memory_are_those_on_disk(tiny, whole: Path, tmp_path: Path) -> None:
+    """A process that encodes on them itself does not wait for the file."""
+    shutil.copytree(whole / "work", tmp_path / "work")
+    with open_job(tiny.source, RECIPE, tmp_path / "work") as job:
+        shelf = Shelf(job)
+        prefix.encode_behind_prefix(job, 1, calibration_windows(job)["fit"], load_allocation(job), shelf)()
+        kept, read = shelf.rows[1], prefix.prefix_rows(job, 1)
+        assert torch.equal(kept.half, read.half) and torch.equal(kept.fit.weights, read.fit.weights)
+        assert all(torch.equal(getattr(kept, name), getattr(read, name)) for name in ("source", "missing", "hessian"))
+        assert kept.nbytes == read.nbytes == 3 * kept.fit.x.nbytes
 
 
 class Killed(BaseException):

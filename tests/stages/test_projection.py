@@ -9,7 +9,7 @@ import pytest
 from keys35.bench.standin import GLM_5_3
 from keys35.glm.config import GlmConfig
 from keys35.recipe import load_recipe
-from keys35.stages.needs import device_bytes, host_bytes
+from keys35.stages.needs import device_bytes, host_bytes, largest_rows, rows_bytes, rows_stay
 from keys35.stages.projection import MEASURED, project, projected
 
 SHIPPED = Path(__file__).parents[2] / "reports/benchmarks" / MEASURED
@@ -58,7 +58,7 @@ def test_a_quantized_prefix_by_hand() -> None:
     config, recipe = GlmConfig.from_dict(GLM_5_3), load_recipe("glm-5.3-2.75bpw")
     plain = project(LAYER, config, recipe)
     behind = {"tokens": {"fit": 64 * 2048}, "behind_prefix": {
-        "dense": {"forward": 7.0, "writing": 3.0, "Hessians": 2.0},
+        "dense": {"forward": 7.0, "writing": 3.0, "saving": 5.0, "Hessians": 2.0},
         "experts": {"Hessians": 50.0, "reading": 5.0, "writing": 1.0},
     }}  # fmt: skip
     solves = {"cases": {f"{part} of an expert": {"solve_ms": ms} for part, ms in (("gate and up", 80), ("down", 20))}}
@@ -75,6 +75,10 @@ def test_a_quantized_prefix_by_hand() -> None:
                                             + found.prefix_hours)
     assert found.wall_hours[1] == pytest.approx(found.gpu_hours)
     assert found.wall_hours[8] > plain.wall_hours[8] + (found.gpu_hours - plain.gpu_hours) / 8, "layers wait in order"
+    behind["behind_prefix"]["dense"]["saving"] = 3.0  # nothing of it beside other work
+    sooner = project(LAYER, config, quantized(recipe), behind, solves)
+    assert sooner.wall_hours[1] == found.wall_hours[1]
+    assert (found.wall_hours[8] - sooner.wall_hours[8]) * 3600 == pytest.approx(76 * 3.5 * 2.0), "others wait for rows"
     assert found.read_gb > plain.read_gb + 1.95 * 1480 and found.written_gb > plain.written_gb
     assert "the quantized prefix" in found.text() and found.facts()["prefix_hours"] > 0
     assert "prefix_hours" not in plain.facts() and len(plain.facts()["assumptions"]) < len(found.facts()["assumptions"])
@@ -88,6 +92,18 @@ def test_a_quantized_prefix_needs_its_memory() -> None:
     wide = replace(config, n_routed_experts=8, num_attention_heads=128)
     assert device_bytes(wide, quantized(recipe)) > max(8 * 4 * 32768**2, device_bytes(wide, recipe))
     assert host_bytes(10**9, config, quantized(recipe)) >= host_bytes(10**9, config, recipe)
+
+
+def test_a_large_gpu_keeps_a_layers_rows() -> None:
+    """Beside a driver's pass and an encoder; any GPU keeps what under 24 GiB leave room for."""
+    config, recipe = GlmConfig.from_dict(GLM_5_3), load_recipe("glm-5.3-2.75bpw")
+    plain, behind = largest_rows(config, recipe), largest_rows(config, quantized(recipe))
+    assert plain == rows_bytes(config, recipe) and 2.4 * plain < behind < 2.6 * plain
+    for memory, stays in ((0, ()), (24 << 30, ()), (56 << 30, (plain,)), (141 << 30, (plain, behind))):
+        assert [rows_stay(size, recipe, memory) for size in (plain, behind)] == [s in stays for s in (plain, behind)]
+    assert rows_stay(4 << 30, recipe) and not rows_stay((4 << 30) + 1, recipe)
+    low = recipe.model_copy(update={"encoder": recipe.encoder.model_copy(update={"low_memory": True})})
+    assert largest_rows(config, low) == 0 and not rows_stay(1, low, 141 << 30)
 
 
 def test_what_is_shipped_was_extrapolated_by_this_code() -> None:
