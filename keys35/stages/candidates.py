@@ -25,7 +25,6 @@ from keys35.stages.units import (
     weighed,
 )
 
-GROUPS_IN_MEMORY = 4
 READERS = 4
 
 
@@ -39,7 +38,7 @@ class Candidates:
         self.device = job.device
         units = final_units(job, layer) if final else expert_units(job, layer)
         self._units = {expert: unit for unit in units for expert in unit.experts}
-        self._group = lru_cache(maxsize=GROUPS_IN_MEMORY * len(job.recipe.experts.widths))(self._load)
+        self._group = lru_cache(maxsize=None)(self._load)  # of the layer: all of them are asked for again and again
         self._held: dict[tuple[ExpertUnit, int], dict[str, Tensor]] = {}
 
     def hold(self, width: int) -> None:

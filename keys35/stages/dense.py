@@ -8,7 +8,7 @@ from torch import Tensor
 
 from keys35.errors import ResumeError
 from keys35.exl3.encode import LinearJob, encode_group
-from keys35.exl3.linear import EncodedLinear
+from keys35.exl3.linear import EncodedLinear, decode_weight
 from keys35.files.atomic import save_pieces
 from keys35.glm.names import Role, TensorRule
 from keys35.stages.capture import hessian_file
@@ -59,3 +59,9 @@ def save_dense(job: Job, home: tuple[str, Path], encoded: Mapping[str, EncodedLi
 def dense_weight(job: Job, rule: TensorRule) -> Tensor:
     """A linear's source weight as float32 (in, out), on the job's device."""
     return job.source.read(rule.source).to(job.device).to(torch.float32).T.contiguous()
+
+
+def decoded_matrix(rule: TensorRule, encoded: EncodedLinear) -> Tensor:
+    """What a linear became, (in, out) without its padding."""
+    matrix = decode_weight(encoded.trellis, encoded.suh, encoded.svh)
+    return matrix[: rule.in_features, : rule.out_features].contiguous()

@@ -19,17 +19,17 @@ from keys35.calibration.correction import PairedInputs
 from keys35.calibration.statistics import MoeRows, inner
 from keys35.calibration.windows import Windows
 from keys35.exl3.encode import LinearJob, encode_group
-from keys35.exl3.linear import EncodedLinear, decode_weight
+from keys35.exl3.linear import EncodedLinear
 from keys35.files.atomic import load_tensors, save_tensors
 from keys35.glm.block import LayerWeights, Observer
 from keys35.glm.layer import behind_attention, gated_mlp, mlp_linears, route
-from keys35.glm.names import Role, TensorRule
+from keys35.glm.names import Role
 from keys35.glm.weights import Overlay
 from keys35.host import into_host
 from keys35.precision import short_products
 from keys35.stages.background import saving
 from keys35.stages.capture import layer_weights
-from keys35.stages.dense import dense_weight, save_dense
+from keys35.stages.dense import decoded_matrix, dense_weight, save_dense
 from keys35.stages.expert_encoding import PrefixRows, at_hand
 from keys35.stages.experts import Shelf
 from keys35.stages.job import Job
@@ -139,13 +139,8 @@ class _DenseEncoder:
             found = encode_group(jobs, {key: hessian}, [bits], self._job.encode_options, self._job.recipe.seed)
         for rule in rules:
             self.encoded[rule.module] = found[rule.module, bits]
-            self._matrices[rule.module.split(".", 3)[3]] = _decoded(rule, found[rule.module, bits])
+            self._matrices[rule.module.split(".", 3)[3]] = decoded_matrix(rule, found[rule.module, bits])
         return hessian
-
-
-def _decoded(rule: TensorRule, encoded: EncodedLinear) -> Tensor:
-    matrix = decode_weight(encoded.trellis, encoded.suh, encoded.svh)
-    return matrix[: rule.in_features, : rule.out_features].contiguous()
 
 
 class _Inputs(Observer):

@@ -10,9 +10,11 @@ from keys35.calibration.windows import Windows
 from keys35.exl3.encode import LinearJob, encode_group
 from keys35.glm.block import LayerWeights
 from keys35.glm.layer import behind_attention, gated_mlp, mlp_inputs, mlp_linears, routed_outputs
+from keys35.glm.names import TensorRule
+from keys35.glm.weights import Overlay
 from keys35.precision import short_products
 from keys35.stages.candidates import MixStore
-from keys35.stages.dense import dense_weight, save_dense
+from keys35.stages.dense import decoded_matrix, dense_weight, save_dense
 from keys35.stages.job import Job
 from keys35.stages.spans import Spans
 from keys35.stages.states import States
@@ -20,39 +22,44 @@ from keys35.stages.streams import (
     QUANTIZED,
     SHARED,
     SOURCE,
-    advance_quantized,
     advance_source,
     halves,
     keep_streams,
     lacking,
     rows_of,
     states_before,
+    through,
     windows_at_once,
 )
 from keys35.stages.units import dense_home, encoded_last, shared_unit
+
+SHARED_DOWN = f"{SHARED}.down_proj"
 
 
 def finish_layer(job: Job, layer: int, windows: Windows, allocation: dict[int, list[float]]) -> None:
     """Encode what comes last of a layer whose experts are encoded; both streams onward, where a layer follows."""
     before = states_before(job, layer, windows, allocation)
     source = advance_source(job, layer, before.pop(SOURCE))
-    if encoded_last(job, layer) and job.work.receipt(shared_unit(layer)) is None:
-        lossy = MixStore(job, allocation, final=True, first=True).layer(layer)
-        _encode_down(job, layer, source, before[QUANTIZED], lossy)
-        del lossy
+    last, done = encoded_last(job, layer), job.work.receipt(shared_unit(layer)) is not None
+    lossy = MixStore(job, allocation, final=True, first=not done).layer(layer)
+    if last and not done:
+        matrix = _encode_down(job, last, source, before[QUANTIZED], lossy)
+        lossy = Overlay(lossy, {SHARED_DOWN: matrix})
     if layer + 1 in job.config.layers:
-        found = advance_quantized(job, layer, before.pop(QUANTIZED), allocation)
+        found = through(job, layer, before.pop(QUANTIZED), QUANTIZED, lossy)
         keep_streams(job, layer, {SOURCE: source, QUANTIZED: found})
 
 
-def _encode_down(job: Job, layer: int, source: States, before: States, lossy: LayerWeights) -> None:
-    """source: the source's states behind the layer; before: the quantized stream's as they enter it."""
+def _encode_down(job: Job, rule: TensorRule, source: States, before: States, lossy: LayerWeights) -> Tensor:
+    """Encode the linear and keep it; what it became, (in, out).
+
+    source: the source's states behind the layer; before: the quantized stream's as they enter it.
+    """
     spent, bits = Spans(job.device), job.recipe.dense.bits
-    rule = encoded_last(job, layer)
     with spent("reading"):
         weight = dense_weight(job, rule)
     with spent("forward"):
-        sums = _sums(job, layer, source, before, lossy, weight)
+        sums = _sums(job, rule.layer, source, before, lossy, weight)
     with spent("Hessians"):
         jobs = [LinearJob(rule.module, sums.corrected(weight), rule.module)]
         hessian = sums.finish()
@@ -60,7 +67,8 @@ def _encode_down(job: Job, layer: int, source: States, before: States, lossy: La
         found = encode_group(jobs, {rule.module: hessian}, [bits], job.encode_options, job.recipe.seed)
     with spent("writing"):
         save_dense(job, dense_home(job, rule), {rule.module: found[rule.module, bits]})
-    job.work.log("dense-time", unit=shared_unit(layer), seconds=spent.facts())
+    job.work.log("dense-time", unit=shared_unit(rule.layer), seconds=spent.facts())
+    return decoded_matrix(rule, found[rule.module, bits])
 
 
 def _sums(
