@@ -154,13 +154,13 @@ class Encoder(_Section):
         True, description="fit an expert's down projection to what its encoded gate and up give, before it is encoded"
     )
     prefix: Literal["source", "quantized"] = Field(
-        "source", description="whose inputs linears are fitted to at last: the source's, or what encoded layers give"
+        "quantized", description="whose inputs linears are fitted to at last: the source's, or what encoded layers give"
     )
 
     @model_validator(mode="after")
     def _a_quantized_prefix_compensates(self) -> "Encoder":
         if self.prefix == "quantized" and not self.compensate:
-            raise ValueError('prefix = "quantized" corrects every linear: it cannot go with compensate = false')
+            raise ValueError('compensate = false goes with prefix = "source" only: "quantized" corrects all linears')
         return self
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from keys35.errors import PlanError
 from keys35.files.atomic import write_bytes
-from keys35.report.terminal import QUALITY_COLUMNS, markdown_table, quality_rows
+from keys35.report.terminal import QUALITY_COLUMNS, markdown_table, own_figures, quality_rows
 
 BEGIN, END = "<!-- quality: written by `make demo` -->", "<!-- /quality -->"
 
@@ -22,5 +22,5 @@ def text_with_marks(path: Path) -> str:
 def update_quality_table(path: Path, result: dict) -> None:
     """Replace what stands between the marks."""
     head, rest = text_with_marks(path).split(BEGIN, 1)
-    table = markdown_table(QUALITY_COLUMNS, quality_rows(result["baselines"]))
+    table = markdown_table(QUALITY_COLUMNS, quality_rows(result["baselines"], own_figures(result)))
     write_bytes(path, f"{head}{BEGIN}\n\n{table}\n\n{END}{rest.split(END, 1)[1]}".encode())

@@ -145,14 +145,26 @@ def show_run(console: Console, result: dict) -> None:
     """The allocation, what the checkpoint lost, and the baselines beside it."""
     show_allocation(console, result["allocation"])
     show_validation(console, result["validation"])
-    show_quality(console, result["baselines"])
+    show_quality(console, quality_rows(result["baselines"], own_figures(result)))
     if result["warning"]:
         console.print(f"[bold red]warning[/bold red] {escape(result['warning'])}", soft_wrap=True)
 
 
-def quality_rows(baselines: dict[str, dict]) -> list[list[str]]:
-    """The table of the README: one row per set of widths, the random mixes as mean and spread."""
+def own_figures(result: dict) -> dict | None:
+    """The checkpoint's metrics where it was encoded behind a quantized prefix, which its baselines were not."""
+    behind = result["report"]["recipe"]["encoder"]["prefix"] == "quantized"
+    return result["validation"]["metrics"] if behind else None
+
+
+def quality_rows(baselines: dict[str, dict], own: dict | None = None) -> list[list[str]]:
+    """The table of the README: one row per set of widths, the random mixes as mean and spread.
+
+    own: what the checkpoint itself scores, if that is otherwise than its widths do beside the others.
+    """
     flat = {name: _flat(metrics) for name, metrics in baselines.items()}
+    if own is not None:
+        flat = {"allocation": _flat(own), WITHOUT_PREFIX: flat["allocation"]} | {
+            name: cells for name, cells in flat.items() if name != "allocation"}
     random = [cells for name, cells in flat.items() if name.startswith("random-")]
     rows = [[name, *_format(cells)] for name, cells in flat.items() if not name.startswith("random-")]
     if random:
@@ -160,10 +172,11 @@ def quality_rows(baselines: dict[str, dict]) -> list[list[str]]:
         kl = sorted(cells[0] for cells in random)
         row = [f"random mix, mean of {len(random)}", *_format(mean)]
         row[1] += f" ({kl[0]:.4f} to {kl[-1]:.4f})"
-        rows.insert(1, row)
+        rows.insert(1 if own is None else 2, row)
     return rows
 
 
+WITHOUT_PREFIX = "without the prefix, as below"
 QUALITY_COLUMNS = (
     "widths", "KL", "reverse KL", "top-1", "top-2", "ppl BF16", "ppl", "MTP acceptance BF16", "MTP acceptance"
 )
@@ -180,11 +193,10 @@ def _format(cells: list[float]) -> list[str]:
     return ["" if isnan(value) else format(value, form) for value, form in zip(cells, forms, strict=True)]
 
 
-def show_quality(console: Console, baselines: dict[str, dict]) -> None:
+def show_quality(console: Console, rows: Sequence[Sequence[str]]) -> None:
     """The quality table on the terminal, for which 80 columns do: BF16's own figures, the same in all rows, stand
     above it.
     """
-    rows = quality_rows(baselines)
     theirs = [place for place, name in enumerate(QUALITY_COLUMNS) if name.endswith(" BF16") and rows[0][place]]
     figures = ", ".join(f"{QUALITY_COLUMNS[place].removesuffix(' BF16')} {rows[0][place]}" for place in theirs)
     table = Table(title=f"held-out text, against BF16 ({figures})", title_justify="left")

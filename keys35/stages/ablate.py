@@ -8,7 +8,7 @@ import hashlib
 import json
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from keys35.report.machine import machine
 from keys35.report.measured import making
 from keys35.runtime.panel import Panel
 from keys35.runtime.reference import Reference, make_reference
-from keys35.stages.ablation_facts import numbers, proxy_errors, unseen
+from keys35.stages.ablation_facts import AS_MEASURED, numbers, proxy_errors, unseen
 from keys35.stages.allocate import allocate, width_sets
 from keys35.stages.baselines import score_sets
 from keys35.stages.budget import within_size
@@ -57,20 +57,23 @@ SETS = frozenset({ALLOCATION, "random", "equal-per-layer", "error-only", "unifor
 class Variant:
     """A named change of a recipe; `changes` maps dotted keys to values, `sets` names what is scored (all if empty;
     "allocation" is among them; "experts": widths by experts' costs even where the recipe falls back; "unseen": see
-    `ablation_facts.unseen`)."""
+    `ablation_facts.unseen`). `base`: changes that all of a list have, unless one says otherwise."""
 
     group: str
     name: str
     changes: dict[str, Any]
     sets: tuple[str, ...]
+    base: dict[str, Any] = field(default_factory=dict)
 
 
 def load_variants(path: Path | None, only: Sequence[str] = ()) -> list[Variant]:
     """The variants of a TOML file, the shipped one by default; raises RecipeError for a bad entry or unknown name."""
     source = path or Path(str(files("keys35"))) / SHIPPED
     try:
-        raw = tomllib.loads(source.read_text(encoding="utf-8-sig"))["variant"]  # some editors leave a mark
-        found = [_variant(entry) for entry in raw]
+        raw = tomllib.loads(source.read_text(encoding="utf-8-sig"))  # some editors leave a mark
+        if not isinstance(base := raw.get("base", {}), dict):
+            raise TypeError("base is a table of changes")
+        found = [replace(_variant(entry), base=base) for entry in raw["variant"]]
         if len({(v.group, v.name) for v in found}) < len(found):
             raise ValueError("two variants of one group have one name, and would share a row")
     except (OSError, ValueError, KeyError, TypeError) as error:  # TOML's and UTF-8's are ValueErrors
@@ -153,7 +156,7 @@ def ablate(
 
 def _changed(base: Recipe, variant: Variant, source: ShardedSource, config: GlmConfig) -> Recipe:
     """A variant's recipe; raises by its name what a job of it would be refused for."""
-    varied = vary(base, variant.changes)
+    varied = vary(vary(base, variant.base), variant.changes)
     try:
         if varied.panel.model_copy(update={"random_mixes": base.panel.random_mixes}) != base.panel:
             raise RecipeError("all are judged on the recipe's own panel, whose random_mixes alone may differ")
@@ -253,13 +256,16 @@ def _scored(
 ) -> dict[str, dict[str, Any]]:
     """Metrics of each set. Receipts are named by the widths: those that several variants share are scored once.
 
-    Behind a quantized prefix the allocation is scored as the checkpoint has it, every other set as it was measured.
+    Behind a quantized prefix the allocation is scored as the checkpoint has it, every other set as it was measured; so
+    is the allocation once more where others are, since that is what they compare with.
     """
     widths = {name: _by_layer(job, chosen) for name, chosen in sets.items()}
     names = {name: _short_digest(f"{chosen} {judge[0].fingerprint}") for name, chosen in widths.items()}
     final = None
     if job.recipe.encoder.prefix == "quantized" and ALLOCATION in names:
-        final = names[ALLOCATION] = f"final-{names['allocation']}"
+        if job.recipe.experts.measure == "encoded" and len(names) > 1:
+            names[AS_MEASURED], widths[AS_MEASURED] = names[ALLOCATION], widths[ALLOCATION]
+        final = names[ALLOCATION] = f"final-{names[ALLOCATION]}"
     scored = score_sets(job, FOLDER, {names[name]: chosen for name, chosen in widths.items()}, *judge, progress, final)
     return {name: scored[key] for name, key in names.items()}
 

@@ -15,6 +15,9 @@ from keys35.stages.costs import Measured
 from keys35.stages.job import Job
 from keys35.stages.units import expert_units
 
+AS_MEASURED = "allocation-as-measured"
+"""A variant's own widths without its quantized prefix, as its other sets of widths are scored."""
+
 
 def unseen(job: Job, measured: Measured, judge: tuple[Panel, Reference]) -> dict[str, dict[str, float]]:
     """KL of perturbations that no layer weight was made from, beside what they predict; nothing else is quantized.

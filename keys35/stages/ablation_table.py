@@ -4,6 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
+from keys35.stages.ablation_facts import AS_MEASURED
+
 HEAD = ("variant", "KL", "random mix", "gain", "worst domain's gain", "error only", "same count per layer",
         "predicted from energy", "uniform", "top-1", "ppl", "proxy error", "halves' rank correlation", "MB", "s")
 OTHERS = ("error-only", "equal-per-layer", "experts")
@@ -18,7 +20,8 @@ def table(result: Mapping[str, Any]) -> str:
     lines = [f"Panel: {rows[0]['panel_tokens']:,} tokens; noise floor {rows[0]['noise_floor']['kl']:.1e} nats. KL is "
              "BF16 against the variant, mean over positions; `random mix` are five seeds of the two neighbouring "
              "widths, encoded like the variant, mean and standard deviation. A KL with `r` is of a random mix that "
-             "the tool fell back to. Proxy error: mean of the experts' linears, by width.", "", *without]
+             "the tool fell back to. Behind a quantized prefix KL is the checkpoint's, gains are without it on both "
+             "sides. Proxy error: mean of the experts' linears, by width.", "", *without]
     for group in dict.fromkeys(row["group"] for row in rows):
         members = [row for row in rows if row["group"] == group]
         lines += [f"### {group}", "", *_grid(HEAD, map(_line, members)), ""]
@@ -43,6 +46,11 @@ def _mixes(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [scored for name, scored in row["sets"].items() if name.startswith("random-")]
 
 
+def _like_mixes(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The allocation as the mixes beside it are scored, which gains are to."""
+    return row["sets"].get(AS_MEASURED, row["sets"]["allocation"])
+
+
 def spread(values: Sequence[float]) -> str:
     """Mean and standard deviation; nothing for no values."""
     if not values:
@@ -52,13 +60,13 @@ def spread(values: Sequence[float]) -> str:
 
 def _line(row: Mapping[str, Any]) -> list[str]:
     sets, mixes = row["sets"], _mixes(row)
-    ours, random = sets["allocation"], [scored["kl"] for scored in mixes]
-    worst = [1 - kl / fmean([s["domains"][name] for s in mixes]) for name, kl in ours["domains"].items() if mixes]
+    ours, like, random = sets["allocation"], _like_mixes(row), [scored["kl"] for scored in mixes]
+    worst = [1 - kl / fmean([s["domains"][name] for s in mixes]) for name, kl in like["domains"].items() if mixes]
     uniform = ", ".join(f"{name.removeprefix('uniform-')}: {scored['kl']:.4f}" for name, scored in sets.items()
                         if name.startswith("uniform-"))
     return [
         row["name"], f"{ours['kl']:.4f}" + (" r" if row["choice"]["basis"] == "random" else ""), spread(random),
-        f"{1 - ours['kl'] / fmean(random):.1%}" if random else "", f"{min(worst):.1%}" if worst else "",
+        f"{1 - like['kl'] / fmean(random):.1%}" if random else "", f"{min(worst):.1%}" if worst else "",
         *(f"{sets[name]['kl']:.4f}" if name in sets else "" for name in ("error-only", "equal-per-layer", "by-energy")),
         uniform, f"{ours['top1']:.1%}", f"{ours['ppl']:.3f}",
         ", ".join(f"{width}: {error:.2g}" for width, error in row["proxy_error"].items()),
@@ -69,7 +77,7 @@ def _line(row: Mapping[str, Any]) -> list[str]:
 def _by_domain(row: Mapping[str, Any]) -> Iterable[list[str]]:
     """One line per domain; nothing where no mix was scored."""
     sets, mixes = row["sets"], _mixes(row)
-    for domain, kl in sets["allocation"]["domains"].items() if mixes else ():
+    for domain, kl in _like_mixes(row)["domains"].items() if mixes else ():
         random = [scored["domains"][domain] for scored in mixes]
         others = [f"{sets[name]['domains'][domain]:.4f}" if name in sets else "" for name in OTHERS]
         yield [f"{row['group']}: {row['name']}", domain, f"{kl:.4f}", spread(random), f"{1 - kl / fmean(random):.1%}",
@@ -77,7 +85,7 @@ def _by_domain(row: Mapping[str, Any]) -> Iterable[list[str]]:
 
 
 def _over_seeds(rows: Sequence[Mapping[str, Any]]) -> str:
-    ours = [row["sets"]["allocation"]["kl"] for row in rows]
+    ours = [_like_mixes(row)["kl"] for row in rows]
     gains = [fmean([scored["kl"] for scored in _mixes(row)]) - kl for row, kl in zip(rows, ours, strict=True)]
     return (f"Over these {len(rows)} seeds: KL {spread(ours)}; gain over the random mixes {spread(gains)}, half of it "
             f"{fmean(gains) / 2:.4f}; KL furthest apart {max(ours) - min(ours):.4f}.")

@@ -7,7 +7,7 @@ from made_up import metrics
 from rich.console import Console
 
 from keys35.report.panel import show_comparison, show_rates
-from keys35.report.terminal import show_quality
+from keys35.report.terminal import WITHOUT_PREFIX, own_figures, quality_rows, show_quality
 
 
 @pytest.fixture
@@ -18,10 +18,23 @@ def console() -> Console:
 def test_the_quality_table_is_whole_in_80_columns(console):
     """It named two rows "unifo...", and left digits out."""
     names = ("allocation", "random-0", "random-1", "equal-per-layer", "error-only", "uniform-2", "uniform-3")
-    show_quality(console, {name: metrics(0.06 + 0.001 * place) for place, name in enumerate(names)})
+    scored = {name: metrics(0.06 + 0.001 * place) for place, name in enumerate(names)}
+    show_quality(console, quality_rows(scored))
     text = console.export_text()
     assert "…" not in text and {"uniform-2", "uniform-3", "0.0650", "0.0660"} <= set(text.split())
     assert f"ppl {metrics(0.06)['ppl_reference']:.3f}" in text.splitlines()[0]
+
+
+@pytest.mark.parametrize("prefix", ["source", "quantized"])
+def test_a_checkpoint_behind_a_prefix_has_a_row_of_its_own(prefix):
+    """Its baselines are without one, and so is what its widths are worth beside them."""
+    names = ("allocation", "random-0", "random-1", "uniform-2")
+    result = {"report": {"recipe": {"encoder": {"prefix": prefix}}}, "validation": {"metrics": metrics(0.05)},
+              "baselines": {name: metrics(0.06 + 0.001 * place) for place, name in enumerate(names)}}
+    rows = [row[:2] for row in quality_rows(result["baselines"], own_figures(result))]
+    behind = [["allocation", "0.0500"], [WITHOUT_PREFIX, "0.0600"]]
+    assert rows[:-2] == (behind if prefix == "quantized" else [["allocation", "0.0600"]])
+    assert rows[-2:] == [["random mix, mean of 2", "0.0615 (0.0610 to 0.0620)"], ["uniform-2", "0.0630"]]
 
 
 def test_a_comparison_tells_long_paths_apart(console):

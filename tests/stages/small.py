@@ -37,6 +37,7 @@ def small_recipe(**changes: object) -> Recipe:
         "name": "small",
         "experts": {"widths": [2, 3], "bits": 2.75, "group": 2, "fallback": False},
         "mtp": {"bits": 4, "hidden": "pre_norm"},
+        "encoder": {"prefix": "source"},
         "calibration": {
             "set": "demo", "window": 160, "fit_windows": 12, "selection_windows": 8, "sensitivity_windows": 4,
         },

@@ -48,7 +48,8 @@ def test_errors_on_a_gpu_are_those_on_the_cpu(source, tmp_path) -> None:
     """Of weights and at the output; no KL is compared, since which of so few experts is dearest is chance."""
     found = []
     for backend in ("cuda", "cpu"):
-        with open_job(source, small_recipe(encoder={"backend": backend}), tmp_path / backend) as job:
+        recipe = small_recipe(encoder={"backend": backend, "prefix": "source"})
+        with open_job(source, recipe, tmp_path / backend) as job:
             measure(job, Progress())
             units = [job.work.require(unit.name)["data"] for layer in job.config.moe_layers
                      for unit in expert_units(job, layer)]

@@ -116,7 +116,8 @@ def test_it_enters_no_statistic(windows, one_bad, tmp_path, backend, caplog):
     source, token, _ = one_bad
     kept = {split: part.only([n for n in range(len(part)) if n not in with_token(part, token)])
             for split, part in windows.items()}
-    with open_job(source, small_recipe(**CHANGES, encoder={"backend": backend}), tmp_path / "work") as job:
+    recipe = small_recipe(**CHANGES, encoder={"backend": backend, "prefix": "source"})
+    with open_job(source, recipe, tmp_path / "work") as job:
         sealed = calibration_windows(job)
         for layer in (0, 1):
             capture(job, job.store, layer, sealed)()

@@ -49,6 +49,7 @@ def tiny_recipe(**changes: object) -> Recipe:
         "name": "tiny",
         "experts": {"widths": [3, 4], "bits": 3.25, "group": 1},
         "mtp": {"bits": 4},
+        "encoder": {"prefix": "source"},
         "calibration": {"set": "demo", "window": 48, "fit_windows": 6, "selection_windows": 4,
                         "sensitivity_windows": 4},
         "output": {"shards": LAYERS + 3},  # the MTP layer, embedding, norm with head
