@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 import torch
 
 from keys35.errors import Keys35Error, PlanError, ResumeError, SourceError
+from keys35.files.hashed import Hashed
 from keys35.files.headers import (
     DTYPE_BITS,
     SAFETENSORS_NAME,
@@ -32,7 +33,6 @@ from keys35.files.headers import (
 
 PARTIAL = ".partial"
 CHUNK_BYTES = 1 << 23
-WRITE_BEHIND_BYTES = 1 << 26
 DROP_CACHE_BYTES = 1 << 20
 FULL = (errno.ENOSPC, errno.EDQUOT)
 REDO = "delete it and run the same command again, the unit it belongs to is redone"
@@ -200,39 +200,21 @@ def write_safetensors(
     _check_layout(path, layout)
     header = pack_header(layout, metadata)
     size = len(header) + sum(tensor_nbytes(dtype, shape) for _, dtype, shape in layout)
-    with replacing(path, size) as file:
-        out = _Hashed(file)
+    with replacing(path, size) as file, Hashed(file) as out:
         out.write(header)
         for (name, dtype, shape), data in zip(layout, contents, strict=True):
-            need, done, own = tensor_nbytes(dtype, shape), 0, hashlib.sha256()
+            need, done, own = tensor_nbytes(dtype, shape), 0, None if each is None else hashlib.sha256()
             for piece in _pieces(data):
-                out.write(piece)
+                out.write(piece, own)
                 done += len(piece)
-                if each is not None:
-                    own.update(piece)
             if done != need:
                 raise PlanError(f"{path}: {name} is {dtype} {list(shape)}, {need} bytes, but {done} "
                                 "were produced; nothing was written under this name")
-            if each is not None:
+            if own is not None:
+                out.wait()
                 each[name] = own.hexdigest()
+        out.wait()
     return size, out.digest.hexdigest()
-
-
-class _Hashed:
-    """A file that is hashed while it is written, and whose pages leave the cache as soon as they are on disk."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self.digest = file, hashlib.sha256()
-        self._written = self._told = 0
-
-    def write(self, piece: bytes | memoryview) -> None:
-        self.digest.update(piece)
-        self._file.write(piece)
-        self._written += len(piece)
-        if self._written - self._told >= WRITE_BEHIND_BYTES:
-            # Linux starts to write dirty pages of the range and drops clean ones; nothing waits.
-            os.posix_fadvise(self._file.fileno(), 0, self._written, os.POSIX_FADV_DONTNEED)
-            self._told = self._written
 
 
 def _pieces(data: Contents) -> Iterator[memoryview]:
