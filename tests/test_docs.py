@@ -20,7 +20,15 @@ from keys35.glm.names import census
 from keys35.recipe import Recipe, load_recipe
 from keys35.stages.contract import RULES
 from keys35.stages.engines import PROOF
-from keys35.stages.needs import device_bytes, host_bytes, rows_bytes, states_bytes, work_parts
+from keys35.stages.needs import (
+    device_bytes,
+    host_bytes,
+    largest_rows,
+    prefix_bytes,
+    rows_bytes,
+    states_bytes,
+    work_parts,
+)
 from keys35.stages.profile import profile_costs
 from keys35.stages.sizes import class_sizes
 
@@ -221,7 +229,9 @@ def test_the_numbers_of_glm_5_3_are_the_plans() -> None:
     listed = list(rules.values())
     wanted += [sum(work_parts(listed, config, recipe, keep).values()) for keep in ("all", "errors")]
     host, device = host_bytes(max(nbytes.values()), config, recipe), device_bytes(config, recipe)
-    wanted += [host, device, host + device, 2 * (states_bytes(config, recipe) + rows_bytes(config, recipe))]
+    rows = largest_rows(config, recipe)
+    wanted += [host, device, rows, host + device + rows, sum(prefix_bytes(config, recipe))]
+    wanted += [2 * (states_bytes(config, recipe) + rows_bytes(config, recipe))]
     for number in wanted:
         assert f"{number:,}" in body
     for name, gigabytes in re.findall(r"^\| `(per-expert|uniform-layer|bf16-rest)` .*?([\d.]+) GB",

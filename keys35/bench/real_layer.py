@@ -61,6 +61,13 @@ def recipe_of(options: argparse.Namespace, text: Path) -> Recipe:
     })  # fmt: skip
 
 
+def measured_like(recipe: Recipe) -> Recipe:
+    """A recipe whose layers take what the measured one did: all encoded at all widths, behind the source's prefix."""
+    experts = recipe.experts.model_copy(update={"measure": "encoded"})
+    return recipe.model_copy(update={"experts": experts,
+                                     "encoder": recipe.encoder.model_copy(update={"prefix": "source"})})
+
+
 def run_piece(options: argparse.Namespace, say: Callable[[str], None]) -> Job:
     """Make the slice if it is not there, then do what is left of the job; stages' seconds go to the work's log."""
     root, made = options.directory, options.directory / "slice.json"
@@ -137,7 +144,7 @@ def figures(job: Job) -> dict[str, Any]:
         "encoder_share_of_layer": round(kinds["encode"] / layer, 4),
         "encoder_share_with_assembly_and_check": round(kinds["encode"] / whole, 4),
         "encode_mws_a_width": round(expert * encodings / encode / 1e6, 2),
-        **_behind_prefix(events),
+        **_behind_prefix(events, stages["quantize"]),
         "peak_device_bytes": max((unit.get("peak_device_bytes", 0) for unit in timed), default=0),
         "peak_host_bytes": max(event["host"] for event in events if event["event"] == "staged"),
         "rows_gini": round(_gini([rows for receipt in receipts for rows in receipt["fit_rows"]]), 3),
@@ -147,21 +154,24 @@ def figures(job: Job) -> dict[str, Any]:
     }
 
 
-def _behind_prefix(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def _behind_prefix(events: Iterable[Mapping[str, Any]], quantize: float) -> dict[str, Any]:
     """Seconds of what a quantized prefix encodes, by kind: dense linears, experts, and what comes behind them.
 
-    saving: what files took that are written beside other work; writing: what was waited for.
+    saving: what files took that are written beside other work; writing: what was waited for. onward: of `quantize`
+    seconds all that comes behind the experts, the last linear and both streams' passes among it.
     """
     begins = {"dense": "quantize/dense/", "experts": "final/", "last": "quantize/shared/"}
     found: dict[str, Counter[str]] = {part: Counter() for part in begins}
     for event in events:
         for part, prefix in begins.items():
             if event.get("unit", "").startswith(prefix) and isinstance(event.get("seconds"), dict):
-                found[part].update({kind: spent for kind, spent in event["seconds"].items() if kind in KINDS})
+                found[part].update({kind: spent for kind, spent in event["seconds"].items() if kind in (*KINDS, "all")})
                 found[part]["saving"] += event.get("took", 0.0)
     if not found["experts"]:
         return {}
-    return {"behind_prefix": {part: {kind: round(value, 2) for kind, value in spent.items()}
+    onward = quantize - found["dense"]["all"] - found["experts"]["all"]
+    return {"onward_seconds": round(onward, 2),
+            "behind_prefix": {part: {kind: round(value, 2) for kind, value in spent.items()}
                               for part, spent in found.items()}}
 
 
@@ -227,8 +237,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         **figures(job),
     }
     said = [table(result)]
-    if options.prefix == "source":  # what a projection is made of
-        whole = project(result, GlmConfig.from_dict(GLM_5_3), load_recipe("glm-5.3-2.75bpw"))
+    if options.prefix == "source" and not options.predicted:  # what a projection is made of
+        whole = project(result, GlmConfig.from_dict(GLM_5_3), measured_like(load_recipe("glm-5.3-2.75bpw")))
         result["projection"] = whole.facts()
         said.append(whole.text())
     options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,6 @@ from keys35.glm.config import GlmConfig
 from keys35.recipe import Recipe
 
 FLOAT_BYTES = 4
-PASSES = 3  # of a layer: the source's states, and those of the encoded model before and behind what comes last
 SQUARES = 8  # float32 (in, in) on the device while a linear is corrected: its sums, their total, and a system's parts
 OF_AN_EXPERT = ("gate and up of an expert", "down of an expert")
 
@@ -34,11 +33,11 @@ def prefix_seconds(
     not encoded here: an expert's last encoding is among `encoder_passes`.
     """
     fit, spent = recipe.calibration.fit_windows * recipe.calibration.window, measured["seconds"]
-    more, every = fit / behind["tokens"]["fit"], fit / sum(measured["tokens"].values())
+    more = fit / behind["tokens"]["fit"]
     dense, experts = behind["behind_prefix"]["dense"], behind["behind_prefix"]["experts"]
     corrected = more * (dense["forward"] + dense["writing"]) + dense["Hessians"]
-    # The measured layer was read twice, for its pass and to encode its experts; this is one pass more.
-    onward = PASSES * spent["forward"] * every + spent["reading"] / 2
+    again = spent["reading"] / 2  # the measured layer was read twice, for its pass and to encode its experts
+    onward = more * (behind["onward_seconds"] - again) + again
     solving = config.n_routed_experts * sum(solves["cases"][name]["solve_ms"] for name in OF_AN_EXPERT) / 1e3
     of_experts = solving + more * (experts["Hessians"] - solving) + experts["reading"] + experts["writing"]
     moe = sum(config.is_moe(layer) for layer in config.layers)  # the MTP layer is one

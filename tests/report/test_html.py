@@ -195,9 +195,14 @@ def test_the_same_widths_scored_another_way_are_no_gain(tmp_path):
     mixes = (0.0347470353,) * 5
     out = write_out(tmp_path, mixes[0], mixes)
     quality = json.loads((out / "KEYS35_QUALITY.json").read_text())
-    for kl, words in ((0.0347470336, "No better"), (0.0341, "all scored by one process")):
+    report = json.loads((out / "KEYS35_ASSEMBLY_REPORT.json").read_text())
+    cases = ((0.0347470336, "source", "No better"), (0.0341, "source", "all scored by one process"),
+             (0.0341, "quantized", "all without the quantized prefix"))
+    for kl, prefix, words in cases:
         quality["metrics"]["kl"], quality["noise_floor"]["kl"] = kl, 0
         (out / "KEYS35_QUALITY.json").write_text(json.dumps(quality))
+        report["recipe"]["encoder"]["prefix"] = prefix
+        (out / "KEYS35_ASSEMBLY_REPORT.json").write_text(json.dumps(report))
         good, text = verdict(facts_of_checkpoint(out))
         assert not good and words in text
 

@@ -68,7 +68,7 @@ def test_glm_5_3_at_2_75_bits(tmp_path):
     assert len(found.shard_bytes) == 81 and min(found.shard_bytes) > 0 and sum(found.shard_bytes) == found.output_bytes
     routed = next(c for c in found.classes if c.name == "routed experts")
     assert routed.tensors == 75 * 256 * 3
-    assert found.measured.device == "NVIDIA H200" and 7 < found.gpu_hours < 7.6
+    assert found.measured.device == "NVIDIA H200" and 2.4 < found.gpu_hours < 2.8
     assert found.unified_bytes == found.host_bytes + found.device_bytes + found.rows_bytes
     assert len(set(found.shard_bytes[4:79])) == 2, "MoE layers at the mean width, with an indexer of their own or not"
     assert found.rank_bytes / 2**30 == pytest.approx(67.5, rel=0.02), "the card says 67.5 GiB a rank in vLLM"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from keys35.bench.real_layer import measured_like
 from keys35.bench.standin import GLM_5_3
 from keys35.glm.config import GlmConfig
 from keys35.recipe import load_recipe
@@ -20,7 +21,7 @@ LAYER = {
 
 
 def test_glm_from_a_layer_by_hand() -> None:
-    config, recipe = GlmConfig.from_dict(GLM_5_3), load_recipe("glm-5.3-2.75bpw")
+    config, recipe = GlmConfig.from_dict(GLM_5_3), measured_like(load_recipe("glm-5.3-2.75bpw"))
     found = project(LAYER, config, recipe)
     expert = 3 * 6144 * 2048 * 256
     experts = (75 * 3 + 1) * expert / 100e6 / 3600
@@ -36,7 +37,7 @@ def test_glm_from_a_layer_by_hand() -> None:
 
 
 def test_a_predicted_measurement_by_hand() -> None:
-    config, recipe = GlmConfig.from_dict(GLM_5_3), load_recipe("glm-5.3-2.75bpw")
+    config, recipe = GlmConfig.from_dict(GLM_5_3), measured_like(load_recipe("glm-5.3-2.75bpw"))
     predicted = recipe.model_copy(update={"experts": recipe.experts.model_copy(update={"measure": "predicted"})})
     plain, layer = project(LAYER, config, recipe), LAYER | {"predicted_run": {"seconds": {"simulation": 16.0}}}
     found = project(layer, config, predicted)
@@ -55,9 +56,9 @@ def quantized(recipe):
 
 def test_a_quantized_prefix_by_hand() -> None:
     """Its passes, sums and solves, each from GLM-5.3's sizes as they are written here."""
-    config, recipe = GlmConfig.from_dict(GLM_5_3), load_recipe("glm-5.3-2.75bpw")
+    config, recipe = GlmConfig.from_dict(GLM_5_3), measured_like(load_recipe("glm-5.3-2.75bpw"))
     plain = project(LAYER, config, recipe)
-    behind = {"tokens": {"fit": 64 * 2048}, "behind_prefix": {
+    behind = {"tokens": {"fit": 64 * 2048}, "onward_seconds": 24.0, "behind_prefix": {
         "dense": {"forward": 7.0, "writing": 3.0, "saving": 5.0, "Hessians": 2.0},
         "experts": {"Hessians": 50.0, "reading": 5.0, "writing": 1.0},
     }}  # fmt: skip
@@ -68,7 +69,7 @@ def test_a_quantized_prefix_by_hand() -> None:
     assert found.sensitivity_hours == plain.sensitivity_hours and found.other_hours == plain.other_hours
 
     dense = 79 * (3.5 * (7.0 + 3.0) + 2.0)
-    onward = 79 * (3 * 10.0 * 224 / 124 + 8.0 / 2)
+    onward = 79 * (3.5 * (24.0 - 8.0 / 2) + 8.0 / 2)
     experts = 76 * (25.6 + 3.5 * (50.0 - 25.6) + 5.0 + 1.0)  # solves do not grow with the text
     assert found.prefix_hours * 3600 == pytest.approx(dense + onward + experts)
     assert found.gpu_hours == pytest.approx(found.encode_hours + found.sensitivity_hours + found.other_hours
@@ -86,7 +87,7 @@ def test_a_quantized_prefix_by_hand() -> None:
 
 def test_a_quantized_prefix_needs_its_memory() -> None:
     """A layer of 19.3 GB on its way is more than a correction of o_proj: it has no experts beside it."""
-    config, recipe = GlmConfig.from_dict(GLM_5_3), load_recipe("glm-5.3-2.75bpw")
+    config, recipe = GlmConfig.from_dict(GLM_5_3), measured_like(load_recipe("glm-5.3-2.75bpw"))
     found = device_bytes(config, quantized(recipe))
     assert found == device_bytes(config, recipe) > 256 * 3 * 6144 * 2048 * 2
     wide = replace(config, n_routed_experts=8, num_attention_heads=128)
@@ -96,7 +97,7 @@ def test_a_quantized_prefix_needs_its_memory() -> None:
 
 def test_a_large_gpu_keeps_a_layers_rows() -> None:
     """Beside a driver's pass and an encoder; any GPU keeps what under 24 GiB leave room for."""
-    config, recipe = GlmConfig.from_dict(GLM_5_3), load_recipe("glm-5.3-2.75bpw")
+    config, recipe = GlmConfig.from_dict(GLM_5_3), measured_like(load_recipe("glm-5.3-2.75bpw"))
     plain, behind = largest_rows(config, recipe), largest_rows(config, quantized(recipe))
     assert plain == rows_bytes(config, recipe) and 2.4 * plain < behind < 2.6 * plain
     for memory, stays in ((0, ()), (24 << 30, ()), (56 << 30, (plain,)), (141 << 30, (plain, behind))):
@@ -107,5 +108,5 @@ def test_a_large_gpu_keeps_a_layers_rows() -> None:
 
 
 def test_what_is_shipped_was_extrapolated_by_this_code() -> None:
-    config, recipe = GlmConfig.from_dict(GLM_5_3), load_recipe("glm-5.3-2.75bpw")
+    config, recipe = GlmConfig.from_dict(GLM_5_3), measured_like(load_recipe("glm-5.3-2.75bpw"))
     assert json.loads(SHIPPED.read_text())["projection"] == projected(config, recipe).facts()
