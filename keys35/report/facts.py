@@ -17,6 +17,7 @@ QUANT = "quantization_config.json"
 CONFIGS = "config.json", QUANT
 REDO = "give a work directory or a finished checkpoint; if it is one, assemble it again"
 RANDOM = "random-"
+FINGERPRINT = re.compile(r"(\d+) bytes, ")
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 ROUTED, MTP, OTHER = "routed experts", "MTP experts", "norms and the rest"
@@ -84,7 +85,7 @@ class Facts:
     def source_bytes(self) -> int:
         """Bytes of the source's shards, 0 if unknown; a fingerprint begins "<bytes> bytes, ..."."""
         prints = (self.report or {}).get("source_fingerprint", {}).values()
-        return sum(int(text.split(" ")[0]) for text in prints if " bytes" in text)
+        return sum(int(found[1]) for text in prints if (found := FINGERPRINT.match(text)))
 
     @property
     def baselines(self) -> dict[str, dict[str, Any]]:
@@ -109,14 +110,21 @@ def facts_of_checkpoint(out: Path) -> Facts:
     report = read_report(out / REPORT, REDO)
     quantization = read_json(out / QUANT, ContractError, REDO)
     try:
-        widths = {int(layer): row for layer, row in quantization["expert_bits"].items()
+        widths = {int(layer): _row(row) for layer, row in quantization["expert_bits"].items()
                   if layer in report["widths_by_layer"]}
         classes = _classes(quantization["tensor_storage"], set(widths))
         name = report["recipe"]["name"]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         raise ContractError(f"{out}: its report or {QUANT} lacks {error}; {REDO}") from error
     optional = [_optional(out / file) for file in (QUALITY, MEASUREMENTS, MAKING)]
     return Facts(name, report, *optional, classes, widths, quantization.get("profile", "per-expert"))
+
+
+def _row(widths: Any) -> list[float]:
+    """A layer's bits per expert; ValueError or TypeError where they are not numbers, or there are none."""
+    if not widths or not all(width > 0 for width in widths):
+        raise ValueError("widths of a layer's experts")
+    return widths
 
 
 def of_another_job(report: dict[str, Any], work: Workdir) -> list[str]:

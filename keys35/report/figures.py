@@ -148,8 +148,9 @@ def proxy_figure(facts: Facts) -> str:
     for layer, entry in measured.get("layers", {}).items():
         for column, width in enumerate(entry["widths"]):
             errors = [row[column] for row in entry["proxy_error"]]
-            lines.setdefault(width_class(width), []).append((int(layer), sum(errors) / len(errors)))
-            words[width_class(width)] = f"experts at {width} bits"
+            if errors:  # of a layer that is only simulated so far there are none
+                lines.setdefault(width_class(width), []).append((int(layer), sum(errors) / len(errors)))
+                words[width_class(width)] = f"experts at {width} bits"
     for layer, entry in measured.get("dense", {}).items():
         lines.setdefault("prose", []).append((int(layer), entry["mean"]))
         words["prose"] = "dense linears"

@@ -45,13 +45,13 @@ def measurements(work: Workdir) -> dict[str, Any]:
         layer = str(int(name.split("/")[1].removeprefix("layer-")))
         _append(layers.setdefault(layer, {"widths": data["widths"]}), data, weights.get(layer))
     layers |= _encoded_once(work, layers)
-    for entry in layers.values():
-        if len(entry.get("cost", ())) != len(entry["fit_rows"]):  # a predicted measurement
-            entry.pop("cost", None)
     allocation = _allocation(work)
     for layer, widths in _chosen(allocation).items():
         if str(layer) in layers:
             layers[str(layer)]["chosen"] = widths
+    for entry in layers.values():  # a predicted measurement's costs are not its experts', nor those of a part
+        if len(entry.get("cost", ())) != len(entry.get("chosen", entry["fit_rows"])):
+            entry.pop("cost", None)
     return {
         "format": MEASUREMENTS_FORMAT,
         "layers": {layer: layers[layer] for layer in sorted(layers, key=int)},

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import groupby
-from math import ceil, floor, log10
+from math import ceil, floor, isfinite, log10
 
 WIDE, HIGH = 1000, 400  # drawing units of a plot; the browser stretches them
 SEPARATE = 64  # up to this many columns every cell of a heat map is drawn alone, with a gap
@@ -24,7 +24,8 @@ class Axis:
 
     @classmethod
     def over(cls, values: Sequence[float], log: bool = False) -> "Axis":
-        """An axis that holds all values: from 0, or for a logarithmic one between round numbers."""
+        """An axis that holds all finite values: from 0, or for a logarithmic one between round numbers."""
+        values = [value for value in values if isfinite(value)]
         if not log:
             return cls(0.0, max(values, default=0.0) * 1.08 or 1.0)
         positive = [value for value in values if value > 0] or [1.0]

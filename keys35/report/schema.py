@@ -1,6 +1,7 @@
 """The published JSON schemas of the report files, by file name, and what a file lacks to be read."""
 
 import json
+from fractions import Fraction
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ def load_schema(file: str) -> dict[str, Any]:
 def read_report(path: Path, remedy: str) -> dict[str, Any]:
     """A report file with everything in it that its readers need; ContractError with `remedy` for any other."""
     value = read_json(path, ContractError, remedy)
-    if fault := misfit(value, load_schema(path.name)):
+    if fault := misfit(value, load_schema(path.name)) or (_uneven(value) if path.name == MEASUREMENTS else ""):
         raise ContractError(f"{path}: {fault}; {remedy}")
     return value
 
@@ -46,6 +47,31 @@ def misfit(value: Any, schema: dict[str, Any], place: str = "it") -> str:
     if missing := [key for key in schema.get("required", ()) if key not in value]:
         return f"{place} lacks {', '.join(missing)}"
     return next(filter(None, (misfit(part, form, name) for name, part, form in _parts(value, schema))), "")
+
+
+def _uneven(measured: dict[str, Any]) -> str:
+    """What no schema can say of measurements: lists that go together are of one length, layers and means are numbers.
+
+    Experts of a layer may be missing from some: a prediction encodes a sample of them.
+    """
+    names = [*measured["layers"], *measured["dense"]]
+    if odd := [name for name in names if not name.isdecimal()]:
+        return f"{odd[0]!r} is no layer"
+    for layer, entry in measured["layers"].items():
+        rows = [row for key in ("proxy_error", "cost") for row in entry.get(key, ())]
+        if any(len(row) != len(entry["widths"]) for row in rows) or not entry["fit_rows"]:
+            return f"layer {layer} lacks some of its experts' numbers, or has too many"
+        if len(entry.get("chosen", ())) != len(entry.get("cost", ())) and entry.keys() >= {"chosen", "cost"}:
+            return f"layer {layer} has costs of {len(entry['cost'])} experts and widths of {len(entry['chosen'])}"
+    return next((f"the set {name!r} has a mean of {entry['mean']!r} bits" for name, entry in measured["sets"].items()
+                 if not _is_number(entry["mean"])), "")
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return bool(Fraction(text) >= 0)
+    except (ValueError, ZeroDivisionError):
+        return False
 
 
 def _parts(value: Any, schema: dict[str, Any]) -> list[tuple[str, Any, dict[str, Any]]]:

@@ -5,10 +5,14 @@ import shutil
 
 import pytest
 from small import digest
+from tiny import tiny_recipe
 from typer.testing import CliRunner
 
 from keys35.cli import app
 from keys35.errors import ContractError
+from keys35.progress import Progress
+from keys35.stages.job import open_job
+from keys35.stages.measure import measure
 
 
 def report(*arguments):
@@ -90,6 +94,84 @@ def test_a_report_file_that_lacks_something_is_refused_by_name(out, file, way, w
     done = report(out)
     assert isinstance(done.exception, ContractError) and words in str(done.exception)
     assert file in str(done.exception)
+
+
+def test_a_work_directory_with_a_unit_to_be_redone(finished, tmp_path):
+    """Its layer's experts have widths, and costs but for the unit's: a traceback where they were paired."""
+    work = shutil.copytree(finished.work, tmp_path / "work")
+    (work / "experts/layer-001/0002-k3.safetensors").unlink()
+    done = report(work)
+    assert done.exit_code == 0, done.output
+    assert "KL that 3 instead of 2 bits save" not in (work / "report.html").read_text(), "its only MoE layer"
+
+
+def test_a_predicted_measurement_that_has_encoded_nothing_yet(tiny, tmp_path):
+    work = tmp_path / "work"
+    experts = {"widths": [3, 4], "bits": 3.25, "group": 2, "measure": "predicted", "sample": 4}
+    with open_job(tiny.source, tiny_recipe(experts=experts), work) as job:
+        measure(job, Progress(job.work))
+    for receipt in (work / "receipts/experts/layer-002").iterdir():  # expert 2 is the layer's sample
+        receipt.unlink() if receipt.stem != "0000" else None
+    done = report(work)
+    assert done.exit_code == 0, done.output
+
+
+@pytest.mark.parametrize(("way", "value", "words"), [
+    (("layers", "1", "fit_rows"), [], "layer 1 lacks some"),
+    (("layers", "1", "widths"), [2, 3, 4, 5], "layer 1 lacks some"),
+    (("layers", "1", "proxy_error", 0), [], "layer 1 lacks some"),
+    (("layers", "1", "cost", 0), [0.1, 0.1], "layer 1 lacks some"),
+    (("layers", "1", "cost"), [[0.1, 0.1, 0.1]], "layer 1 has costs of 1 experts and widths of 8"),
+    (("layers", "1", "chosen"), [], "layer 1 has costs of 8 experts and widths of 0"),
+    (("dense", "first"), {"linears": 1, "mean": 1, "max": 1}, "'first' is no layer"),
+    (("sets", "allocation", "mean"), "1/0", "the set 'allocation' has a mean of '1/0' bits"),
+])
+def test_measurements_that_disagree_are_refused_by_name(out, way, value, words):
+    """Each was a traceback: one list is drawn over another."""
+    place = document = json.loads((out / "KEYS35_MEASUREMENTS.json").read_text())
+    for step in way[:-1]:
+        place = place[step]
+    place[way[-1]] = value
+    (out / "KEYS35_MEASUREMENTS.json").write_text(json.dumps(document))
+    done = report(out)
+    assert isinstance(done.exception, ContractError) and words in str(done.exception)
+
+
+@pytest.mark.parametrize(("way", "value"), [
+    (("quantization_config.json", "expert_bits", "1", 0), "two"),
+    (("quantization_config.json", "expert_bits", "1"), []),
+    (("quantization_config.json", "expert_bits", "1"), None),
+    (("quantization_config.json", "tensor_storage", "model.layers.1.self_attn.q_a_proj", "stored_tensors",
+      "model.layers.1.self_attn.q_a_proj.trellis", "shape"), [0, 8, 80]),
+])
+def test_facts_that_were_mended_by_hand_are_refused(out, way, value):
+    file = out / way[0]
+    place = document = json.loads(file.read_text())
+    for step in way[1:-1]:
+        place = place[step]
+    place[way[-1]] = value
+    file.write_text(json.dumps(document))
+    assert isinstance(report(out).exception, ContractError)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_numbers_that_are_none_are_drawn_at_the_edge(out, value):
+    """JSON of ours may hold them; the axes of a picture cannot."""
+    document = json.loads((out / "KEYS35_MEASUREMENTS.json").read_text())
+    layer = document["layers"]["1"]
+    layer["cost"][0][0] = layer["proxy_error"][0][0] = document["dense"]["1"]["mean"] = value
+    document["sets"]["random-0"]["predicted_kl"] = value
+    (out / "KEYS35_MEASUREMENTS.json").write_text(json.dumps(document))
+    done = report(out)
+    assert done.exit_code == 0, done.output
+
+
+def test_a_fingerprint_without_a_size_is_of_a_source_of_unknown_size(out):
+    document = json.loads((out / "KEYS35_ASSEMBLY_REPORT.json").read_text())
+    document["source_fingerprint"] = {"model.safetensors": "some bytes, header ab"}
+    (out / "KEYS35_ASSEMBLY_REPORT.json").write_text(json.dumps(document))
+    done = report(out)
+    assert done.exit_code == 0 and "the BF16 source has" not in (out / "KEYS35_REPORT.html").read_text()
 
 
 @pytest.mark.parametrize("words", ["Example: keys35 report OUT", "--base-model", "--work"])

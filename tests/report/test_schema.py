@@ -39,6 +39,13 @@ def test_made_up_files_fit(out):
         fits(out, file)
 
 
+def test_sets_of_half_rates_fit(out):
+    """The published schema refused the measurements of a recipe with a width of 2.5, as it does not the report."""
+    measured = json.loads((out / "KEYS35_MEASUREMENTS.json").read_text())
+    measured["sets"]["allocation"]["counts"] = {"2.5": 6, "3": 18}
+    jsonschema.Draft202012Validator(load_schema("KEYS35_MEASUREMENTS.json")).validate(measured)
+
+
 @pytest.mark.parametrize(
     ("file", "path", "value"),
     [
