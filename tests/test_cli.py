@@ -114,6 +114,17 @@ def test_in_json_a_bad_command_line_is_a_json_line_too(arguments, words):
     assert words in event["message"] and "--help`" in event["message"]
 
 
+@pytest.mark.parametrize("command", [["status", "--work", "w"], ["--quiet", "check", "out"],
+                                     ["compare", "a", "b", "--reference", "c", "--panel", "d"]])
+def test_json_asked_for_behind_a_command_is_refused_in_json(command):
+    """It was refused in plain text: a program that asked for JSON could not read why it had none."""
+    done = keys35(*command, "--json")
+    event = json.loads(done.stderr)
+    assert (done.stdout, done.returncode, event["exit_code"], event["error"]) == ("", 2, 2, "UsageError")
+    name = next(word for word in command if not word.startswith("-"))
+    assert event["message"] == f"--json goes before the command: keys35 --json {name}"
+
+
 @pytest.mark.parametrize("mode", ["--json", "--quiet"])
 def test_what_is_logged_or_warned_of_is_an_event_too(mode):
     """stderr is JSON lines in one mode, and refusals only in the other."""

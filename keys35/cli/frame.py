@@ -61,6 +61,8 @@ def main() -> None:
     except Exception as error:
         if (refusal := _usage(error) or out_of_memory(error)) is None:
             raise
+        if as_json:
+            voice.speak(Mode.JSON)  # behind a command the flag is what is refused, and was not taken for one before it
         voice.refuse(refusal, refusal.exit_code)
         sys.exit(refusal.exit_code)
 
@@ -77,4 +79,6 @@ def _usage(error: Exception) -> UsageError | None:
         return None
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "keys35"
+    if getattr(error, "option_name", "") == "--json":
+        return UsageError(f"--json goes before the command: keys35 --json {command.rpartition(' ')[2]}")
     return UsageError(f"{error.format_message().rstrip('.')}. See `{command} --help`")
