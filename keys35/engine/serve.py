@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import logging
 import os
 import signal
 import sys
@@ -15,6 +14,7 @@ from typing import Any
 
 from keys35.engine.task import Task
 from keys35.errors import Keys35Error, ResumeError, out_of_memory
+from keys35.warned import Warned
 
 Work = Callable[[Task], None]
 ORPHANED = 3
@@ -47,20 +47,6 @@ def where() -> str:
     return f"{os.uname().nodename}:{os.getpid()}"
 
 
-class _Warnings(logging.Handler):
-    """Warnings as answers: the driver says them, in the way it speaks."""
-
-    def __init__(self, answer: Callable[[dict[str, Any]], None]) -> None:
-        super().__init__(logging.WARNING)
-        self._answer = answer
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            self._answer({"kind": "warned", "message": record.getMessage()})
-        except OSError:
-            pass  # its driver is gone, and so will this process be
-
-
 def _tasks() -> Iterator[Task]:
     """Tasks from stdin. The process ends with its stdin, also in the middle of a task: its driver is gone."""
     lines: SimpleQueue[str] = SimpleQueue()
@@ -88,8 +74,7 @@ def main() -> None:
                 line = line[os.write(pipe, line) :]
 
     speaking = threading.Lock()
-    logging.captureWarnings(True)
-    logging.getLogger().addHandler(_Warnings(answer))
+    Warned(lambda words: answer({"kind": "warned", "message": words})).listen()
     opened: list[Work] = []
     result = attempt(lambda: opened.append(open_work(*sys.argv[1:3])))
     if result["kind"] == "failed":

@@ -1,7 +1,6 @@
 """How the terminal speaks: tables and bars for people, nothing but refusals, or JSON for programs."""
 
 import json
-import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rich.console import Console
 
 from keys35.errors import Keys35Error
+from keys35.warned import Warned
 
 if TYPE_CHECKING:  # a refusal within a second does not wait for what only long work needs
     from keys35.files.ledger import Workdir
@@ -32,32 +32,19 @@ class Mode(StrEnum):
     JSON = "json"
 
 
-class _Warned(logging.Handler):
-    """Warnings as events; where nothing but refusals is to be said they are not."""
-
-    def __init__(self, voice: "Voice") -> None:
-        super().__init__(logging.WARNING)
-        self._voice = voice
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if self._voice.mode is Mode.JSON:
-            self._voice.event({"warning": record.getMessage()})
-
-
 class Voice:
     """Everything a command says goes through here, so that no command knows in which mode it runs."""
 
     def __init__(self, console: Console, errors: Console) -> None:
         self.console, self.errors, self.mode = console, errors, Mode.TEXT
         self._refused, self._interrupted, self._speaking = False, False, threading.Lock()
-        self._warned = _Warned(self)
+        self._warned = Warned(self._warn)
 
     def speak(self, mode: Mode) -> None:
         """Choose the mode, before a command runs; what is logged and warned of on the way is an event of it, too."""
         self.mode, self.console.quiet = mode, mode is not Mode.TEXT
-        if self._warned not in logging.getLogger().handlers and mode is not Mode.TEXT:
-            logging.captureWarnings(True)
-            logging.getLogger().addHandler(self._warned)
+        if mode is not Mode.TEXT:
+            self._warned.listen()
 
     def say(self, text: str, good: str = "") -> None:
         """A line for people, behind a green word if one is given; as it is and never wrapped: paths can be copied."""
@@ -98,6 +85,11 @@ class Voice:
             self._interrupted = True
             words = "interrupted; what is finished is kept, the same command goes on from there"
             self.refuse(KeyboardInterrupt(words), INTERRUPTED)
+
+    def _warn(self, words: str) -> None:
+        """Warnings are events; where nothing but refusals is to be said they are not."""
+        if self.mode is Mode.JSON:
+            self.event({"warning": words})
 
     def _tick(self, tick: "Tick") -> None:
         self.event({"progress": plain(tick)})
