@@ -192,6 +192,36 @@ def test_an_interrupt_outside_of_progress_is_answered_too(mode):
     assert words == "interrupted; what is finished is kept, the same command goes on from there"
 
 
+@pytest.mark.parametrize("swallowed", [False, True])
+@pytest.mark.parametrize("module", ["rich.console", "keys35.stages.plan"])
+@pytest.mark.parametrize("json_mode", [False, True])
+def test_an_interrupt_of_an_import_is_answered_too(module, swallowed, json_mode):
+    """Before a command is known it was a traceback; behind that torch swallowed it where it imports numpy itself."""
+    code = (
+        "import os, signal, sys, time\n"
+        "class Slow:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {module!r}:\n"
+        "            try:\n"
+        "                os.kill(os.getpid(), signal.SIGINT)\n"
+        "                time.sleep(0.1)\n"
+        "            except KeyboardInterrupt:\n"
+        f"                if not {swallowed}:\n"
+        "                    raise\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "sys.meta_path.insert(0, Slow())\n"
+        "from keys35.cli import main\n"
+        "main()\n"
+    )
+    if swallowed and module == "rich.console":
+        pytest.skip("nothing that is imported there swallows it")
+    command = [sys.executable, "-c", code, *["--json"][:json_mode], "plan", str(MODEL), "--recipe", "demo"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.stdout, done.returncode, done.stderr.count("\n")) == ("", 130, 1), done.stderr
+    words = json.loads(done.stderr)["message"] if json_mode else done.stderr.removeprefix("keys35: ").strip()
+    assert words == "interrupted; what is finished is kept, the same command goes on from there"
+
+
 def test_text_that_the_terminal_cannot_show_is_spelled():
     """A traceback in the place of the reply, where a locale's encoding lacks a letter."""
     command = [sys.executable, "-m", "keys35.cli", "generate", str(MODEL), "caf\u00e9", "--tokens", "2"]

@@ -10,7 +10,8 @@ from rich.console import Console
 
 from keys35 import __version__
 from keys35.errors import Keys35Error, ResumeError, UsageError, out_of_memory
-from keys35.report.voice import INTERRUPTED, Mode, Voice
+from keys35.interrupt import INTERRUPTED, end_imports
+from keys35.report.voice import Mode, Voice
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -46,6 +47,7 @@ def main() -> None:
     if as_json:
         voice.speak(Mode.JSON)
     _say_anything()
+    end_imports()
     try:
         sys.exit(app(standalone_mode=not as_json))  # typer by itself prints its refusals for people
     except SystemExit as end:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rich.console import Console
 
 from keys35.errors import Keys35Error
+from keys35.interrupt import INTERRUPTED, WORDS
 from keys35.warned import Warned
 
 if TYPE_CHECKING:  # a refusal within a second does not wait for what only long work needs
@@ -21,7 +22,6 @@ if TYPE_CHECKING:  # a refusal within a second does not wait for what only long 
     from keys35.progress import Progress, Tick
 
 T = TypeVar("T")
-INTERRUPTED = 130  # what shells say of a command that Ctrl-C ended
 
 
 class Mode(StrEnum):
@@ -83,8 +83,7 @@ class Voice:
         """What Ctrl-C is answered with, once."""
         if not self._interrupted:
             self._interrupted = True
-            words = "interrupted; what is finished is kept, the same command goes on from there"
-            self.refuse(KeyboardInterrupt(words), INTERRUPTED)
+            self.refuse(KeyboardInterrupt(WORDS), INTERRUPTED)
 
     def _warn(self, words: str) -> None:
         """Warnings are events; where nothing but refusals is to be said they are not."""
