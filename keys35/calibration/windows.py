@@ -79,9 +79,9 @@ class WindowMaker:
         return Windows(torch.from_numpy(np.concatenate(tokens)), torch.tensor(domain), names)
 
     def _domain_windows(self, domain: Domain, count: int, split: str | None) -> np.ndarray:
-        stream = array("q")
+        stream, sides = array("q"), _Sides()
         for document in documents(domain):
-            if split is None or _split_of(key_of(document)) == split:
+            if split is None or sides.of(key_of(document)) == split:
                 ids = self._ids(document)
                 start = [] if ids[: len(self._prefix)] == self._prefix else self._prefix  # a template may begin with it
                 stream.extend([*start, *ids, self._end])
@@ -170,7 +170,20 @@ def load_windows(path: Path, tokenizer_sha256: str, expect_sha256: str | None = 
     return Windows(tensors["tokens"].long(), tensors["domain"].long(), tuple(facts["domains"]))
 
 
-def _split_of(document: str) -> str:
-    """The same document always falls on the same side, whatever else is in the set."""
+class _Sides:
+    """The side of the split that each document of a domain falls on, asked in the domain's order."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, str] = {}
+
+    def of(self, document: str) -> str:
+        """The same document always falls on the same side, whatever else is in the set.
+
+        A copy with other space around it, which has another hash, falls where the first one did.
+        """
+        return self._known.setdefault(hashlib.sha256(document.strip().encode()).digest(), _side(document))
+
+
+def _side(document: str) -> str:
     digest = hashlib.sha256(document.encode()).digest()
     return "selection" if digest[0] % SELECTION_SHARE == 0 else "fit"

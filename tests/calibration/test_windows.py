@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from keys35.calibration.chat import ChatTemplate
 from keys35.calibration.text import documents, key_of, load_text_set
-from keys35.calibration.windows import WindowMaker, load_windows, save_windows, shares
+from keys35.calibration.windows import WindowMaker, _side, _Sides, load_windows, save_windows, shares
 from keys35.demo import MODEL
 from keys35.errors import PlanError, RecipeError, ResumeError, SourceError
 
@@ -37,6 +37,26 @@ def test_fit_and_selection_share_no_document(tmp_path):
         words = tokenizer.decode(maker.make(text, [20], split).tokens.flatten().tolist()).split("document ")
         seen[split] = {w.split()[0] for w in words[1:] if w.split()[0].isdigit() and "word" in w}
     assert seen["fit"] and seen["selection"] and not seen["fit"] & seen["selection"]
+
+
+def test_a_copy_with_other_space_around_it_falls_on_the_same_side(tmp_path):
+    """Its hash is another: a text that was fitted to judged the fit where two files cut it otherwise."""
+    copies = [f"{before}document {n}{after}" for n in range(100) for before, after in (("", ""), ("\n", " \n"))]
+    text = text_set(tmp_path, "<|endoftext|>".join(copies), "<|endoftext|>")
+    maker, read = WindowMaker(TOKENIZER, 0, 2, seed=1), {}
+    for split in ("fit", "selection"):
+        asked = read[split] = []
+        maker._ids = lambda document, asked=asked: asked.append(document.strip()) or [5]
+        maker.make(text, [1], split)
+    assert len(read["fit"]) + len(read["selection"]) == 200 and not set(read["fit"]) & set(read["selection"])
+
+
+@pytest.mark.parametrize("name", ["demo", "standard", "ablation"])
+def test_shipped_sets_are_split_by_each_text_as_it_is(name):
+    """So were they when their figures were made: none of their domains has a text twice, once on either side."""
+    for domain in load_text_set(name).domains:
+        sides = _Sides()
+        assert all(sides.of(key) == _side(key) for key in map(key_of, documents(domain)))
 
 
 def test_windows_are_whole_and_repeatable():
