@@ -38,7 +38,7 @@ def write_panel_page(scratch: Path, name: str, quality: Mapping[str, Any]) -> Pa
         f"<style>\n{style}</style>\n</head>\n<body>\n{''.join(parts)}\n</body>\n</html>\n"
     )
     path = scratch / "panel.html"
-    write_bytes(path, page.encode())
+    write_bytes(path, page.encode(errors="backslashreplace"))  # a folder may have a name that is not UTF-8
     return path
 
 

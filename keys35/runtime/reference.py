@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from keys35.errors import RankError, ResumeError, SourceError
 from keys35.files.atomic import load_tensors, read_json, save_tensors, sha256_file, write_json
+from keys35.files.headers import read_header
+from keys35.files.source import ShardedSource
 from keys35.glm.names import FINAL_NORM, HEAD, rank_range
 from keys35.glm.stream import Head, embed, mtp, trunk
 from keys35.glm.weights import WeightStore
@@ -57,11 +58,11 @@ class Reference:
 
     def heads(self, tp: int, rank: int, device: torch.device) -> dict[str, Head]:
         """The source's own heads ("hidden", "mtp"), this rank's rows of the vocabulary."""
-        with safe_open(self.root / "head.safetensors", "pt") as file:
-            rows = file.get_slice("weight")
-            start, stop = rank_range(rows.get_shape()[0], tp, rank)
-            weight = rows[start:stop].to(device)
-            norms = {key: file.get_tensor(f"norm.{key}").to(device) for key in self.facts["states"]}
+        # By our own reader: the safetensors library opens no path that is not UTF-8.
+        kept = ShardedSource(self.root, {}, (read_header(self.root / "head.safetensors"),))
+        start, stop = rank_range(kept.tensors["weight"].entry.shape[0], tp, rank)
+        weight = kept.read_slice("weight", 0, start, stop).to(device)
+        norms = {key: kept.read(f"norm.{key}").to(device) for key in self.facts["states"]}
         return {key: Head(norm, weight, self.facts["eps"]) for key, norm in norms.items()}
 
 

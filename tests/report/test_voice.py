@@ -1,5 +1,6 @@
 """What the terminal says is what it was given: names and paths in brackets are no markup."""
 
+import os
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
@@ -10,6 +11,7 @@ from rich.console import Console
 
 from keys35.progress import Progress
 from keys35.report.live import live_progress
+from keys35.report.panel import write_panel_page
 from keys35.report.status import Status, show_status
 from keys35.report.terminal import quality_rows, show_validation
 from keys35.report.voice import Voice
@@ -45,6 +47,14 @@ def test_names_are_shown_as_they_are(show: Callable[[Console], None]) -> None:
     console = Console(file=StringIO(), width=300)
     show(console)
     assert NAME in console.file.getvalue()
+
+
+def test_a_checkpoint_of_any_name_has_a_panel_page(tmp_path: Path) -> None:
+    """A traceback, after all was scored."""
+    scored = {"metrics": metrics(0.1), "ranks": [], "noise_floor": {"kl": 0.0, "changed_top1": 0.0},
+              "panel": {"set": "x", "windows": 1, "tokens": 512}}
+    page = write_panel_page(tmp_path, os.fsdecode(b"\xe9tude"), scored)
+    assert "<h1>\\udce9tude</h1>" in page.read_text(encoding="utf-8")
 
 
 def test_a_good_end_is_one_line() -> None:

@@ -1,3 +1,4 @@
+import os
 import shutil
 
 import pytest
@@ -63,6 +64,15 @@ def test_vocabulary_shares_of_the_heads_compose(reference):
     whole = reference.heads(1, 0, torch.device("cpu"))["hidden"](states)
     shares = [reference.heads(4, rank, torch.device("cpu"))["hidden"](states) for rank in range(4)]
     assert torch.allclose(torch.cat(shares, -1), whole, atol=1e-5)
+
+
+def test_heads_lie_in_a_folder_of_any_name(reference, panel, tmp_path):
+    """Ranks could not open them where a name is not UTF-8, after a job had done all its work."""
+    folder = shutil.copytree(reference.root, tmp_path / os.fsdecode(b"\xe9tude"))
+    kept = load_file(reference.root / "head.safetensors")["weight"]
+    for rank in range(2):
+        head = Reference.open(folder, panel).heads(2, rank, torch.device("cpu"))["hidden"]
+        assert torch.equal(head.weight, kept.chunk(2)[rank])
 
 
 def test_a_model_without_mtp_has_a_reference_too(tmp_path, panel):
