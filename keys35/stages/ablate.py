@@ -57,23 +57,25 @@ SETS = frozenset({ALLOCATION, "random", "equal-per-layer", "error-only", "unifor
 class Variant:
     """A named change of a recipe; `changes` maps dotted keys to values, `sets` names what is scored (all if empty;
     "allocation" is among them; "experts": widths by experts' costs even where the recipe falls back; "unseen": see
-    `ablation_facts.unseen`). `base`: changes that all of a list have, unless one says otherwise."""
+    `ablation_facts.unseen`). `base`: changes that all of a list have, unless one says otherwise. shipped: one of ours,
+    which is left out where a recipe cannot have it."""
 
     group: str
     name: str
     changes: dict[str, Any]
     sets: tuple[str, ...]
     base: dict[str, Any] = field(default_factory=dict)
+    shipped: bool = False
 
 
 def load_variants(path: Path | None, only: Sequence[str] = ()) -> list[Variant]:
-    """The variants of a TOML file, the shipped one by default; raises RecipeError for a bad entry or unknown name."""
+    """The variants of a TOML file, the shipped ones by default; raises RecipeError for a bad entry or unknown name."""
     source = path or Path(str(files("keys35"))) / SHIPPED
     try:
         raw = tomllib.loads(source.read_text(encoding="utf-8-sig"))  # some editors leave a mark
         if not isinstance(base := raw.get("base", {}), dict):
             raise TypeError("base is a table of changes")
-        found = [replace(_variant(entry), base=base) for entry in raw["variant"]]
+        found = [replace(_variant(entry), base=base, shipped=path is None) for entry in raw["variant"]]
         if len({(v.group, v.name) for v in found}) < len(found):
             raise ValueError("two variants of one group have one name, and would share a row")
     except (OSError, ValueError, KeyError, TypeError) as error:  # TOML's and UTF-8's are ValueErrors
@@ -115,7 +117,8 @@ def vary(recipe: Recipe, changes: dict[str, Any]) -> Recipe:
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
-        raise RecipeError(f"variant {changes}: {error.errors()[0]['loc']} {error.errors()[0]['msg']}") from None
+        place, words = (error.errors()[0][key] for key in ("loc", "msg"))
+        raise RecipeError(f"{changes}: {'.'.join(map(str, place))}: {words.removeprefix('Value error, ')}") from None
 
 
 def _dotted(changes: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -136,10 +139,8 @@ def ablate(
     rows, missing = [], []
     opened, config, _ = read_source(source, recipe)
     asked, recipe = recipe, within_size(recipe, opened, config)
-    prints = _short_digest(json.dumps(opened.fingerprint()))
-    todo = [(variant, _changed(asked, variant, opened, config)) for variant in variants]
-    origins = [_made_of(prints, *one) for one in todo]
-    for (variant, changed), made_of in zip(todo, origins, strict=True):  # a bad one is refused before any is measured
+    todo, left_out = _possible(asked, variants, opened, config)  # a bad one is refused before any is measured
+    for variant, changed, made_of in todo:
         path = root / "rows" / f"{_slug(variant)}.json"
         row = read_json(path) if path.exists() else None
         if row and (row["recipe_sha256"] != changed.digest() or row.get("made_of", made_of) != made_of):
@@ -151,20 +152,38 @@ def ablate(
         rows += [row] if row else []
         missing += [] if row else [variant.name]
     return {"tool": f"keys35 {__version__}", "recipe": recipe.model_dump(mode="json"), "variants": rows,
-            "missing": missing}
+            "missing": missing, "left_out": left_out}
+
+
+def _possible(
+    base: Recipe, variants: Iterable[Variant], source: ShardedSource, config: GlmConfig
+) -> tuple[list[tuple[Variant, Recipe, dict[str, Any]]], list[str]]:
+    """Each variant with its recipe and what its row comes from, and why shipped ones are left out.
+
+    Raises by its name what a job of any other would be refused for, or of the first if none is left.
+    """
+    possible, refused, prints = [], [], _short_digest(json.dumps(source.fingerprint()))
+    for variant in variants:
+        try:
+            changed = _changed(base, variant, source, config)
+            possible.append((variant, changed, _made_of(prints, variant, changed)))
+        except Keys35Error as error:
+            refused.append(type(error)(f"variant '{variant.name}': {error}"))
+            if not variant.shipped:
+                raise refused[-1] from None
+    if refused and not possible:
+        raise refused[0]
+    return possible, [str(error) for error in refused]
 
 
 def _changed(base: Recipe, variant: Variant, source: ShardedSource, config: GlmConfig) -> Recipe:
-    """A variant's recipe; raises by its name what a job of it would be refused for."""
-    varied = vary(vary(base, variant.base), variant.changes)
-    try:
-        if varied.panel.model_copy(update={"random_mixes": base.panel.random_mixes}) != base.panel:
-            raise RecipeError("all are judged on the recipe's own panel, whose random_mixes alone may differ")
-        changed, base = (within_size(recipe, source, config) for recipe in (varied, base))
-        for recipe in (changed, _encoding(changed, base)):
-            refuse_impossible(profile_rules(census(config), recipe.output.profile).values(), config, recipe)
-    except Keys35Error as error:
-        raise type(error)(f"variant '{variant.name}': {error}") from None
+    """A variant's recipe; raises what a job of it would be refused for."""
+    varied, mixes = vary(vary(base, variant.base), variant.changes), {"random_mixes": base.panel.random_mixes}
+    if varied.panel.model_copy(update=mixes) != base.panel:
+        raise RecipeError("all are judged on the recipe's own panel, whose random_mixes alone may differ")
+    changed, base = (within_size(recipe, source, config) for recipe in (varied, base))
+    for recipe in (changed, _encoding(changed, base)):
+        refuse_impossible(profile_rules(census(config), recipe.output.profile).values(), config, recipe)
     return changed
 
 

@@ -12,9 +12,10 @@ OTHERS = ("error-only", "equal-per-layer", "experts")
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """The result as Markdown; variants without a row are named."""
+    """The result as Markdown; variants without a row are named, and those that the recipe cannot have."""
     rows, missing = result["variants"], "; ".join(result.get("missing", ()))
-    without = [f"No row yet of: {missing}.", ""] if missing else []
+    without = [line for why in result.get("left_out", ()) for line in (f"Left out: {why}.", "")]
+    without += [f"No row yet of: {missing}.", ""] if missing else []
     if not rows:
         return "\n".join(without)
     lines = [f"Panel: {rows[0]['panel_tokens']:,} tokens; noise floor {rows[0]['noise_floor']['kl']:.1e} nats. KL is "

@@ -81,6 +81,23 @@ def test_a_bad_variant_is_refused_before_the_first_is_measured(source, tmp_path,
     assert not work.exists()
 
 
+def test_shipped_variants_that_a_recipe_cannot_have_are_left_out(source, tmp_path):
+    """One of them refused the whole list: widths 2 and 3 for a mean above 3, or text that the recipe's set lacks."""
+    experts = {"widths": [2, 3, 4], "bits": 3.25, "group": 2}
+    text = small_recipe().calibration.model_dump() | {"set": "standard"}
+    found = ablate(source, small_recipe(experts=experts, calibration=text), load_variants(None), tmp_path, Progress(),
+                   finished=True)
+    words = table(found)
+    assert "Left out: variant '2, 3': " in words and "bits = 3.25 lies outside the candidate widths [2, 3]." in words
+    assert "Left out: variant 'prose only': " in words and "no domain prose" in words
+    assert len(found["left_out"]) + len(found["missing"]) == len(load_variants(None)) > len(found["left_out"]) + 20
+    with pytest.raises(RecipeError, match="variant '2, 3'.*lies outside"):  # asked for, there is nothing else
+        ablate(source, small_recipe(experts=experts), load_variants(None, ["2, 3"]), tmp_path, Progress())
+    with pytest.raises(RecipeError, match="variant 'mine'.*lies outside"):
+        mine = Variant("A", "mine", {"experts.bits": 9}, ())
+        ablate(source, small_recipe(experts=experts), [*load_variants(None), mine], tmp_path, Progress(), finished=True)
+
+
 def test_layers_of_one_width_have_the_mean_of_their_own(tmp_path):
     """The base's, 2.75, is none that one layer can have; encodings were made under it."""
     changes = {"output.profile": "uniform-layer", "experts.bits": 3}
