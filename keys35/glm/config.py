@@ -10,6 +10,7 @@ from keys35.errors import SourceError
 
 MODEL_TYPE = "glm_moe_dsa"
 MTP_HIDDEN = ("pre_norm", "post_norm")
+MOST_EXPERTS = 1 << 17  # over all layers; GLM-5.3 has 19,456
 
 # key -> the values this architecture code implements (None: the key is absent or null).
 _SUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -99,6 +100,11 @@ class GlmConfig:
         if self.num_experts_per_tok > self.n_routed_experts:
             raise SourceError(
                 f"config.json routes {self.num_experts_per_tok} experts per token but has {self.n_routed_experts}"
+            )
+        if (all_of_them := self.layers.stop * self.n_routed_experts) > MOST_EXPERTS:
+            raise SourceError(  # the table of names has three lines for each, and takes all memory first
+                f"config.json has n_routed_experts = {self.n_routed_experts} and num_nextn_predict_layers = "
+                f"{self.num_nextn_predict_layers}: {all_of_them} experts, a model may have {MOST_EXPERTS}"
             )
         if self.qk_rope_head_dim % 2 or self.qk_rope_head_dim > self.index_head_dim:
             raise SourceError(

@@ -292,7 +292,8 @@ def check_tp(config: GlmConfig, tp: int) -> None:
         return f"tp = {ranks} cuts {cut[odd[0]]} ({odd[0]} features) off a multiple of {BLOCK}" if odd else None
 
     if found := fault(tp):
-        legal = ", ".join(str(ranks) for ranks in range(1, config.num_attention_heads + 1) if not fault(ranks))
+        most = max(1, min(config.num_attention_heads, *(size // BLOCK for size in cut)))  # a block for each
+        legal = ", ".join(str(ranks) for ranks in range(1, most + 1) if not fault(ranks))
         raise PlanError(f"{found}; this model can have {legal} ranks")
 
 

@@ -147,6 +147,7 @@ def test_a_tied_head_is_read_from_the_embedding():
         {"indexer_types": ["full"] * 3}, {"indexer_types": None}, {"hidden_size": "128"},
         {"first_k_dense_replace": 2}, {"kv_lora_rank": 0},
         {"rms_norm_eps": None}, {"num_experts_per_tok": 9}, {"mtp_hidden": "middle"},
+        {"n_routed_experts": 10**9}, {"num_nextn_predict_layers": 10**9}, {"n_routed_experts": 10**30},
     ],
 )  # fmt: skip
 def test_unsupported_configs_are_refused_by_name(change):
@@ -160,6 +161,13 @@ def test_mtp_hidden_recipe_wins_over_config_over_default():
     assert GlmConfig.from_dict(demo_dict()).mtp_hidden == "post_norm"
     assert GlmConfig.from_dict(named).mtp_hidden == "pre_norm"
     assert GlmConfig.from_dict(named, "post_norm").mtp_hidden == "post_norm"
+
+
+def test_legal_ranks_of_absurdly_many_heads_are_named_at_once():
+    """Each number up to that of the heads was tried, for hours."""
+    config = GlmConfig.from_dict(demo_dict() | {"num_attention_heads": 10**9})
+    with pytest.raises(PlanError, match="can have 1, 2, 4 ranks"):
+        check_tp(config, 3)
 
 
 def test_tp_must_cut_whole_blocks():
