@@ -18,6 +18,7 @@ from keys35.cli import app
 from keys35.glm.config import GlmConfig
 from keys35.glm.names import census
 from keys35.recipe import Recipe, load_recipe
+from keys35.stages.ablate import vary
 from keys35.stages.contract import RULES
 from keys35.stages.engines import PROOF
 from keys35.stages.needs import (
@@ -30,6 +31,7 @@ from keys35.stages.needs import (
     work_parts,
 )
 from keys35.stages.profile import profile_costs
+from keys35.stages.projection import projected
 from keys35.stages.sizes import class_sizes
 
 ROOT = Path(__file__).parents[1]
@@ -141,7 +143,7 @@ def test_figures_in_running_text_are_the_benchmarks() -> None:
     peak = max(case["ours_peak_bytes"] for case in encoder["end_to_end"].values())
     decode = [case["decode_gws"] for case in encoder["decoding"].values()]
     for page, words in (
-        ("README.md", f"takes {demo['again']:.0f} s, {demo['first']:.0f} the first time"),
+        ("README.md", f"took {demo['again']:.0f} s, {demo['first']:.0f} the first time"),
         ("docs/glm-5.3.md", f"One H200 does {hours['layer_mws']:.1f} Mweights/s"),
         ("docs/glm-5.3.md", f"{hours['one_width_gpu_hours']:.1f} hours for one width"),
         ("docs/glm-5.3.md", f"({encoder['compile_on_a_bare_machine']['seconds']:.0f} s on a bare machine;"),
@@ -153,6 +155,23 @@ def test_figures_in_running_text_are_the_benchmarks() -> None:
         ("docs/runtime.md", f"A copy moves {runtime['copy_gbs']:,.0f} GB/s"),
     ):
         assert words in " ".join((ROOT / page).read_text().split()), f"{page}: {words}"
+
+
+def test_the_hours_of_glm_5_3_are_the_projections() -> None:
+    """Of the shipped recipe, and of the other ways to make the same checkpoint."""
+    config, recipe = GlmConfig.from_dict(GLM_5_3), load_recipe("glm-5.3-2.75bpw")
+    page, readme = ((ROOT / name).read_text() for name in ("docs/glm-5.3.md", "README.md"))
+    for measure in ("predicted", "encoded"):
+        for prefix in ("quantized", "source"):
+            changes = {"experts.measure": measure, "encoder.prefix": prefix}
+            found = projected(config, vary(recipe, changes))
+            hours = found.gpu_hours, found.wall_hours[8]
+            assert f'| `"{measure}"` | `"{prefix}"` | {hours[0]:.1f} h | {hours[1]:.1f} h |' in page
+            if vary(recipe, changes) == recipe:
+                assert f"takes {hours[0]:.1f} GPU-hours" in " ".join(page.split())
+                assert f"{hours[0]:.1f} GPU-hours for GLM-5.3, {hours[1]:.1f} hours on eight" in " ".join(readme.split())
+    layer = reported("prefix-layer-h200")
+    assert f"takes {layer['layer_seconds']:.0f} s, {layer['stages']['measure']:.0f} of them" in " ".join(readme.split())
 
 
 FOREIGN = {"destination K-words 64 vs checkpoint K-words 48", "no split rule"}  # what other tools say
