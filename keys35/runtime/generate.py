@@ -106,10 +106,12 @@ def generate_drafted(
     caches = decoder.caches()
     states, following = decoder.states(prompt, caches), list(prompt[1:])
     chosen = decoder.greedy(states[-1:])
-    for _ in range(count):
+    for left in reversed(range(count)):
         if chosen[0] in decoder.config.eos_token_ids:
             return
         yield chosen[0]
+        if not left:  # nobody asks for what a draft would bring
+            return
         if len(chosen) == 1:  # nothing known beyond: draft from all rows verified since the last draft, and verify
             draft = drafter.draft(states, [*following, chosen[0]])
             verified = decoder.states([chosen[0], draft], caches)

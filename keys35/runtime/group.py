@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -37,7 +38,9 @@ class RankGroup:
         if port is not None:
             _require_free(port)
             meet = ["--master-addr=127.0.0.1", f"--master-port={port}"]
-        command = [sys.executable, "-m", "torch.distributed.run", *meet, f"--nproc-per-node={tp}"]
+        logs = folder / "torchrun"  # which it makes for every start, in /tmp otherwise, and leaves there
+        shutil.rmtree(logs, ignore_errors=True)
+        command = [sys.executable, "-m", "torch.distributed.run", *meet, f"--nproc-per-node={tp}", f"--log-dir={logs}"]
         command += ["-m", "keys35.runtime.rank", str(folder), str(os.getpid()), device, str(timeout_s)]
         log.info("starting %d ranks, their output goes to %s", tp, folder / "ranks.log")
         with open(folder / "ranks.log", "wb") as output:

@@ -94,6 +94,8 @@ def _awaited_jobs(path: Path) -> list[RankJob]:
 def run_job(job: RankJob, ranks: Ranks, device: torch.device) -> dict[str, Any]:
     """Do one rank's part of a job, write its rank-N.json and, on rank 0, result.json; returns the result."""
     started, out = time.monotonic(), Path(job.out)
+    for stale in [out / f"rank-{ranks.rank}.json", *([out / "result.json"] if ranks.rank == 0 else [])]:
+        stale.unlink(missing_ok=True)  # an earlier job's figures are not this one's, should it fail
     source = ShardedSource.open(checkpoint_of(job.checkpoint, ranks.rank))
     _agree_on_checkpoint(source, ranks, device)
     config = GlmConfig.from_dict(source.config, job.mtp_hidden)
@@ -148,6 +150,7 @@ def _reply(job: RankJob, decoder: Decoder, store: WeightStore, rates: dict[str, 
         stream = generate_drafted(decoder, drafter, job.prompt, job.new_tokens, drafting)
     else:
         stream = generate(decoder, job.prompt, job.new_tokens)
+    decoder.ranks.meet(store.device)  # a rank that still loads would make the others' prompts look slow
     tokens, marks = [], [time.perf_counter()]
     for token in stream:
         tokens.append(token)
@@ -208,6 +211,7 @@ def main() -> int:
     folder, launcher, device_name, timeout_s = sys.argv[1:]
     _end_with(int(launcher))
     out, rank = Path(folder), int(os.environ["RANK"])
+    (out / f"rank-{rank}.error.json").unlink(missing_ok=True)  # of an earlier start, where no launcher tidies up
     write_json(out / f"rank-{rank}.pid.json", {"pid": os.getpid()})
     try:
         local_rank, local_world = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])

@@ -38,6 +38,10 @@ class Ranks:
             piece.copy_(sum_shares(torch.stack(self.all(piece))))
         return total
 
+    def meet(self, device: torch.device) -> None:
+        """Wait until every rank is here."""
+        self.all(torch.zeros(1, device=device))[-1].item()
+
     def logits(self, share: Tensor) -> Tensor | None:
         """Logits (rows, vocabulary) on rank 0 from every rank's columns; None elsewhere."""
         parts = self.first(share.contiguous())

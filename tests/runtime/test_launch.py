@@ -28,7 +28,7 @@ from keys35.glm.weights import Keep, WeightStore
 from keys35.runtime.generate import Decoder, Drafter, Drafting, generate, generate_drafted
 from keys35.runtime.launch import check_ranks, run_generate, run_panel
 from keys35.runtime.panel import Panel
-from keys35.runtime.rank import checkpoint_of
+from keys35.runtime.rank import RankJob, _reply, checkpoint_of, save_jobs
 from keys35.runtime.ranks import Ranks
 from keys35.runtime.reference import make_reference
 from keys35.runtime.score import score_panel
@@ -107,6 +107,29 @@ def test_a_truncated_shard_is_named_by_its_rank(packed, panel, reference, tmp_pa
     assert_every_rank_says(tmp_path / "out", {1: shard.name})
 
 
+def test_no_draft_is_made_for_a_token_that_nobody_asked_for(packed):
+    store = WeightStore(packed, demo_config())
+    decoder, drafting = Decoder(store, Ranks()), Drafting()
+    assert len(list(generate_drafted(decoder, Drafter(store, decoder), [5, 6, 7], 1, drafting))) == 1
+    assert drafting.drafts == 0
+
+
+def test_a_prompt_is_not_slow_because_another_rank_still_loads(packed):
+    class Late(Ranks):
+        late = True
+
+        def all(self, x):
+            if self.late:
+                time.sleep(2)
+                self.late = False
+            return [x]
+
+    store, rates = WeightStore(packed, demo_config()), {}
+    job = RankJob(checkpoint=str(packed.root), out="", prompt=tuple(range(20)), new_tokens=1)
+    assert _reply(job, Decoder(store, Late()), store, rates)["tokens"]
+    assert rates["prefill_tokens_s"] > 20 / 2
+
+
 @pytest.mark.parametrize("file", ["eval-prose.txt", "eval-code.txt"])
 def test_drafted_tokens_are_the_serial_ones(packed, file):
     """24 tokens by default, from a prompt longer than index_topk; the slow test below does 200."""
@@ -167,12 +190,15 @@ def test_the_source_scores_zero_against_itself(panel, reference, tmp_path):
     assert not (tmp_path / "logits").exists()
 
 
-def test_generation_on_four_ranks_equals_one_process(packed, panel, tmp_path):
+def test_generation_on_four_ranks_equals_one_process(packed, panel, tmp_path, monkeypatch):
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     prompt = panel.tokens[0][:140].tolist()  # longer than index_topk
     one = run_generate(packed.root, prompt, 12, 1, tmp_path / "one", device="cpu")
     many = run_generate(packed.root, prompt, 12, 4, tmp_path / "four", device="cpu")
     assert one.tokens == many.tokens and len(one.tokens) > 0
     assert max(r["bytes_read"] for r in many.ranks) < 0.5 * one.ranks[0]["bytes_read"]
+    assert not list((tmp_path / "temporary").glob("torchelastic*")), "torchrun left a folder at every start"
 
 
 def test_generated_tokens_are_the_greedy_ones_of_a_full_pass(source_store, panel):
@@ -231,6 +257,25 @@ def test_a_killed_rank_is_named_and_nobody_hangs(packed, panel, reference, tmp_p
     killer.start()
     with soon(), pytest.raises(RankError, match=words):
         run_panel(packed.root, panel, reference.root, 2, tmp_path, device="cpu", limit_s=120)
+
+
+def test_a_folder_without_a_launcher_holds_nothing_of_an_earlier_start(packed, tmp_path):
+    """As on four Sparks: a failed rerun left the first one's result, and a good one the error of the failed one."""
+    def start(checkpoint: Path) -> int:
+        save_jobs(tmp_path / "jobs.json", [RankJob(str(checkpoint), str(tmp_path), prompt=(5,), new_tokens=1)])
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        numbers = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        command = [sys.executable, "-m", "keys35.runtime.rank", str(tmp_path), "1", "cpu", "60"]
+        return run(command, env=os.environ | place | numbers, capture_output=True).returncode
+
+    def left() -> set[str]:
+        return {path.name for path in tmp_path.iterdir()} - {"jobs.json", "rank-0.pid.json"}
+
+    assert start(packed.root) == 0 and left() == {"result.json", "rank-0.json"}
+    assert start(tmp_path / "nowhere") == 1 and left() == {"rank-0.error.json"}
+    assert start(packed.root) == 0 and left() == {"result.json", "rank-0.json"}
 
 
 def test_a_port_in_use_is_refused(packed, panel, reference, tmp_path):
