@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from keys35.errors import RankError, ResumeError, SourceError
-from keys35.files.atomic import load_tensors, read_json, save_tensors, sha256_file, write_json
+from keys35.files.atomic import load_tensors, read_json, require_space, save_tensors, sha256_file, write_json
 from keys35.files.headers import read_header
 from keys35.files.source import ShardedSource
 from keys35.glm.names import FINAL_NORM, HEAD, rank_range
@@ -69,9 +69,9 @@ class Reference:
 def make_reference(store: WeightStore, panel: Panel, root: Path, *, repeat: bool = True) -> Reference:
     """Stream the source over the panel and keep its final states; `repeat` does it twice for a noise floor.
 
-    An existing reference of the same source and panel is reused. SourceError if the source gives values that are not
-    finite: every number would be NaN. The noise floor is the mean KL and the share
-    of changed top-1 tokens between two passes of the same weights: a smaller difference is not a difference.
+    An existing reference of the same source and panel is reused. PlanError if the disk has no room for it, SourceError
+    if the source gives values that are not finite: every number would be NaN. The noise floor is the mean KL and the
+    share of changed top-1 tokens between two passes of the same weights: a smaller difference is not a difference.
     """
     panel.check_vocabulary(store.config.vocab_size)
     store = store.in_shares()
@@ -80,8 +80,10 @@ def make_reference(store: WeightStore, panel: Panel, root: Path, *, repeat: bool
         facts = read_json(root / "reference.json", RankError, _AGAIN)
         if all(facts.get(key) == value for key, value in wanted.items()):
             return Reference(root, facts)
+    for stale in [root / "reference.json", *root.glob("*.safetensors")]:
+        stale.unlink(missing_ok=True)
+    require_space(root, _needed(store, panel))  # known before the source is streamed
     root.mkdir(parents=True, exist_ok=True)
-    (root / "reference.json").unlink(missing_ok=True)
     heads = _heads(store)
     states = _pass(store, panel)
     _refuse_infinite(store, panel, states)
@@ -110,6 +112,15 @@ def _identity(store: WeightStore, panel: Panel) -> dict[str, Any]:
         "device": store.device.type,
         "mtp_hidden": store.config.mtp_hidden,
     }
+
+
+def _needed(store: WeightStore, panel: Panel) -> int:
+    """Bytes of a reference's files, but for their headers."""
+    config, rows = store.config, panel.token_count
+    if config.num_nextn_predict_layers:
+        rows += panel.token_count - len(panel.tokens)
+    head = store.source.tensors[store.rules[HEAD].source].entry
+    return 4 * rows * config.hidden_size + head.nbytes
 
 
 def _pass(store: WeightStore, panel: Panel) -> list[dict[str, Tensor]]:

@@ -6,7 +6,7 @@ import torch
 from builders_exl3 import DEMO, demo_config, demo_windows
 from safetensors.torch import load_file, save_file
 
-from keys35.errors import RankError, RecipeError, SourceError
+from keys35.errors import PlanError, RankError, RecipeError, SourceError
 from keys35.files.source import ShardedSource
 from keys35.glm.stream import Head, embed, trunk
 from keys35.glm.weights import WeightStore
@@ -28,6 +28,20 @@ def test_a_panel_says_what_is_wrong_with_it(panel):
         Panel.of("none", [], [])
     with pytest.raises(RecipeError, match="vocabulary ends at 99"):
         panel.check_vocabulary(100)
+
+
+def test_a_full_disk_is_known_before_the_source_is_streamed(tmp_path, panel, source_store, reference, monkeypatch):
+    def too_late(*_, **__):
+        raise AssertionError("the source is streamed")
+
+    size = sum(path.stat().st_size for path in reference.root.glob("*.safetensors"))
+    monkeypatch.setattr("keys35.runtime.reference._pass", too_late)
+    monkeypatch.setattr("keys35.files.atomic.free_bytes", lambda path: int(0.99 * size))
+    with pytest.raises(PlanError, match=r"reference: needs \d+ bytes, \d+ are free"):
+        make_reference(source_store, panel, tmp_path / "reference")
+    monkeypatch.setattr("keys35.files.atomic.free_bytes", lambda path: size)
+    with pytest.raises(AssertionError, match="streamed"):
+        make_reference(source_store, panel, tmp_path / "reference")
 
 
 def test_logits_from_stored_states_are_the_models_own(reference, panel, source_store):
