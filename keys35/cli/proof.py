@@ -71,7 +71,7 @@ def validate(
             result = validate_panel(out, reference, windows, tp, scratch, progress, **options)
     voice.result(result, show_validation)
     if panel:
-        voice.say(str(write_panel_page(scratch, out.name, result)))
+        voice.say(str(write_panel_page(scratch, out.resolve().name, result)))
     elif (out / PAGE).is_file() and _bytes(out / QUALITY) != known:
         voice.say(f"{PAGE} and the card show the figures of before: `keys35 report {out}` writes them anew")
 

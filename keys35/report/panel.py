@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape as plain
 from rich.table import Column, Table
+from rich.text import Text
 
 from keys35.files.atomic import write_bytes
 from keys35.report.pictures import Axis, Plot, legend
@@ -81,7 +82,8 @@ def _picture(windows: Sequence[Mapping[str, Any]]) -> str:
         for domain, colour in colours.items()
     ]
     words = legend({colour: domain for domain, colour in colours.items()}) if len(domains) <= 3 else ""
-    return f"<figure>{words}{plot.html(drawn, 'KL of each window', 'window', 'KL, nats')}</figure>"
+    numbers = [tick for tick in plot.x.ticks() if tick in range(len(windows))]
+    return f"<figure>{words}{plot.html(drawn, 'KL of each window', 'window', 'KL, nats', x_ticks=numbers)}</figure>"
 
 
 def _drafts(m: Mapping[str, float]) -> str:
@@ -122,7 +124,7 @@ def _folding(*names: str) -> Table:
 
 def show_reply(console: Console, found: Mapping[str, Any]) -> None:
     """The text, and how fast it came."""
-    console.print(f"[dim]{plain(found['prompt'])}[/dim]{plain(found['text'])}", highlight=False, soft_wrap=True)
+    console.print(Text.assemble((found["prompt"], "dim"), found["text"]), soft_wrap=True)
     if found["drafts"]:
         console.print(f"drafts accepted: {found['accepted']} of {found['drafts']}", highlight=False)
     show_rates(console, found)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from keys35.calibration.text import read_utf8
 from keys35.calibration.windows import read_tokenizer
@@ -129,7 +130,7 @@ def compare(
     """Two checkpoints on the same panel: what each loses, and the paired differences; `scratch`/compare.json.
 
     A difference is second minus first; its standard error is over windows, which are drawn apart, not over tokens,
-    whose errors hang together.
+    whose errors hang together, and within domains, whose windows are counted out.
     """
     results, noise = score([first, second], reference, panel, tp, scratch, progress, **options)
     found = {
@@ -163,11 +164,24 @@ def paired(results: Sequence[PanelResult], name: str, domain: str | None = None)
     Differences that only rounding tells apart have an error of 0, and no ratio.
     """
     windows = zip(*(result.metrics["per_window"] for result in results), strict=True)
-    kept = [[_of_window(one, name) for one in pair] for pair in windows if domain in (None, pair[0]["domain"])]
-    first, second = torch.tensor(kept, dtype=torch.double).T
+    pairs = [pair for pair in windows if domain in (None, pair[0]["domain"])]
+    first, second = torch.tensor([[_of_window(one, name) for one in pair] for pair in pairs], dtype=torch.double).T
     apart = second - first
-    error = float(apart.std() / len(apart) ** 0.5) if len(apart) > 1 else None
+    error = _standard_error(apart, [pair[0]["domain"] for pair in pairs])
     if error and error < ROUNDING * float(torch.maximum(first.abs(), second.abs()).max()):
         error = 0.0
     mean = float(apart.mean())
     return {"mean": mean, "standard_error": error, "z": mean / error if error else None}
+
+
+def _standard_error(apart: Tensor, domains: Sequence[str]) -> float | None:
+    """Of the mean of windows' differences (windows,), where each domain's number of windows was chosen, not drawn.
+
+    So what domains differ by is no chance, and each is held against its own mean; unless one has a single window.
+    """
+    parts = [apart[[one == domain for one in domains]] for domain in dict.fromkeys(domains)]
+    if min(map(len, parts)) < 2:
+        parts = [apart]
+    if len(parts[0]) < 2:
+        return None
+    return float(sum(len(part) * part.var() for part in parts)) ** 0.5 / len(apart)

@@ -1,11 +1,14 @@
 """Text from a checkpoint, and how fast it comes."""
 
+import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from keys35.calibration.windows import read_tokenizer
-from keys35.errors import SourceError, UsageError
+from keys35.errors import RankError, SourceError, UsageError
 from keys35.files.atomic import read_json
 from keys35.glm.config import GlmConfig
 from keys35.runtime.launch import run_generate
@@ -27,8 +30,8 @@ def reply(checkpoint: Path, prompt: str, tokens: int, tp: int, **options: Any) -
     tokenizer = read_tokenizer(checkpoint / "tokenizer.json")
     ids = tokenizer.encode(prompt, add_special_tokens=False).ids
     tokens = min(tokens, _room(checkpoint, len(ids)) or tokens)
-    with tempfile.TemporaryDirectory() as scratch:
-        done = run_generate(checkpoint, ids, tokens, tp, Path(scratch), **options)
+    with _folder() as scratch:
+        done = run_generate(checkpoint, ids, tokens, tp, scratch, **options)
     return {
         "prompt": prompt,
         "text": tokenizer.decode(list(done.tokens)),
@@ -46,9 +49,24 @@ def rates(checkpoint: Path, prompt: int, tokens: int, tp: int, **options: Any) -
     """
     size = _config(checkpoint).vocab_size
     ids = [(7919 * position + 11) % size for position in range(prompt)]
-    with tempfile.TemporaryDirectory() as scratch:
-        done = run_generate(checkpoint, ids, tokens, tp, Path(scratch), past_end=True, **options)
+    with _folder() as scratch:
+        done = run_generate(checkpoint, ids, tokens, tp, scratch, past_end=True, **options)
     return {"prompt_tokens": prompt, "new_tokens": len(done.tokens), "ranks": _rates(done.ranks)}
+
+
+@contextmanager
+def _folder() -> Iterator[Path]:
+    """A folder for ranks that is gone afterwards, unless an error sends people to the log in it."""
+    folder = Path(tempfile.mkdtemp(prefix="keys35-"))
+    named = False
+    try:
+        yield folder
+    except RankError as error:
+        named = str(folder) in str(error)
+        raise
+    finally:
+        if not named:
+            shutil.rmtree(folder)
 
 
 def _room(checkpoint: Path, prompt: int) -> int | None:

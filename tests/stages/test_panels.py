@@ -1,11 +1,16 @@
 """Panels of any text: windows, pages, paired differences, and the commands that use them."""
 
+import io
 import json
 import os
+import re
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
+import torch
+from rich.console import Console
 from small import small_recipe
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
@@ -16,6 +21,8 @@ from keys35.errors import PlanError, RankError, ResumeError, SourceError, UsageE
 from keys35.files.ledger import held
 from keys35.glm.config import refuse_other_architectures
 from keys35.progress import Progress
+from keys35.report.panel import show_reply
+from keys35.runtime.group import RankGroup
 from keys35.runtime.launch import PanelResult
 from keys35.stages.panels import paired, score, text_panel
 from keys35.stages.validate import validate
@@ -57,6 +64,27 @@ def test_paired_differences_are_of_windows():
     alike = paired([result([0.8, 0.83]), result([0.12, 0.15])], "kl")
     assert alike["mean"] == pytest.approx(-0.68) and (alike["standard_error"], alike["z"]) == (0, None), "by rounding"
     assert paired([result([1.0]), result([1.0])], "nll") == {"mean": 0.0, "standard_error": None, "z": None}
+
+
+def test_what_texts_differ_by_is_no_chance():
+    """Drawn again and again, as many windows of each text as before: the mean spreads as the standard error says."""
+    generator = torch.Generator().manual_seed(5)
+    domains = ["prose"] * 6 + ["code"] * 3
+    centre = torch.tensor([0.1 if domain == "prose" else -0.5 for domain in domains], dtype=torch.double)
+    drawn = centre + 0.03 * torch.randn(4000, len(domains), generator=generator, dtype=torch.double)
+
+    def result(kls):
+        windows = [{"kl": kl, "domain": domain} for kl, domain in zip(kls, domains, strict=True)]
+        return PanelResult({"per_window": windows}, (), 0.0)
+
+    found = [paired([result([1.0] * 9), result((1 + apart).tolist())], "kl") for apart in drawn[:400]]
+    squares = [pair["standard_error"] ** 2 for pair in found]
+    assert sum(squares) / len(squares) == pytest.approx(float(drawn.mean(1).var()), rel=0.1)
+    alone = [result(kls) for kls in ([1.0] * 9, (1 + drawn[0]).tolist())]
+    for one in alone:
+        one.metrics["per_window"] = [one.metrics["per_window"][index] for index in (0, 1, 8)]
+    few = drawn[0][[0, 1, 8]]
+    assert paired(alone, "kl")["standard_error"] == pytest.approx(float(few.std() / 3**0.5)), "one window tells nothing"
 
 
 def test_a_checkpoint_that_cannot_be_scored_is_refused_before_the_source_is_streamed(tmp_path, monkeypatch):
@@ -123,9 +151,22 @@ def test_validate_and_compare_on_a_text(finished, tmp_path):
     assert quality["panel"]["windows"] == 3 and quality["metrics"]["kl"] > 0
     page = (scratch / "panel.html").read_text()
     assert "By window" in page and "prose" in page and page.count("<tr") > 8
+    numbers = re.findall(r"%\">([^<]*)</span>", page.partition('<div class="xaxis">')[2].partition("</div>")[0])
+    assert numbers == ["0", "1", "2"], "no window before the first, none behind the last"
     found = command("compare", str(finished.out), str(finished.source), *panel)
     assert found["metrics"][0]["kl"] == pytest.approx(quality["metrics"]["kl"]) and found["metrics"][1]["kl"] < 1e-9
     assert found["differences"]["kl"]["mean"] == pytest.approx(-quality["metrics"]["kl"], rel=1e-6)
+
+
+def test_a_page_names_texts_and_folders_as_they_are(finished, tmp_path, monkeypatch):
+    """A whole panel was scored, and then the page ended in a UnicodeEncodeError; a `.` gave it no title."""
+    text = tmp_path / os.fsdecode(b"caf\xe9 <b>.txt")
+    text.write_text("It was the best of times, it was the worst of times; we had everything before us. " * 3)
+    monkeypatch.chdir(finished.out)
+    command("validate", ".", "--reference", str(finished.source), "--panel", str(text), "--rows", "1", "--len", "24",
+            "--tp", "1", "--scratch", str(tmp_path / "scratch"))  # fmt: skip
+    page = (tmp_path / "scratch" / "panel.html").read_text()
+    assert f"<title>{finished.out.name}</title>" in page and r"caf\udce9 &lt;b&gt;" in page
 
 
 def test_generate_and_bench_say_what_they_did(tmp_path):
@@ -134,6 +175,31 @@ def test_generate_and_bench_say_what_they_did(tmp_path):
     assert serial["text"] == drafted["text"] and drafted["drafts"] > 0
     [rank] = command("bench", str(MODEL), "--prompt", "20", "--tokens", "4")["ranks"]
     assert rank["prefill_tokens_s"] > 0 and rank["decode_tokens_s"] > 0
+
+
+def test_a_reply_is_printed_as_it_is():
+    console, found = Console(file=io.StringIO()), {"drafts": 0, "ranks": []}
+    show_reply(console, found | {"prompt": "[/dim] C:\\\\", "text": "[red]:smile: \\"})
+    assert console.file.getvalue().startswith("[/dim] C:\\\\[red]:smile: \\\n")
+
+
+def test_a_log_that_an_error_names_is_still_there(tmp_path, monkeypatch):
+    """generate and bench told people to see a file that they had removed."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+
+    def killed(self, limit_s=None):
+        self._process.send_signal(signal.SIGKILL)
+        raise_failure(self, limit_s)
+
+    raise_failure = RankGroup.wait
+    monkeypatch.setattr(RankGroup, "wait", killed)
+    with pytest.raises(RankError, match="killed by signal 9; see .*ranks.log") as found:
+        command("bench", str(MODEL), "--prompt", "3", "--tokens", "2", "--tp", "2")
+    assert Path(str(found.value).partition("see ")[2]).is_file()
+    with pytest.raises(PlanError, match="tp = 3"):
+        command("bench", str(MODEL), "--prompt", "3", "--tokens", "2", "--tp", "3")
+    assert len(list(tmp_path.iterdir())) == 1, "nothing else stays"
 
 
 def test_a_bench_goes_on_where_a_reply_ends(tmp_path):
