@@ -161,13 +161,12 @@ def quality_rows(baselines: dict[str, dict], own: dict | None = None) -> list[li
 
     own: what the checkpoint itself scores, if that is otherwise than its widths do beside the others.
     """
-    flat = {name: _flat(metrics) for name, metrics in baselines.items()}
+    named = {name: metrics for name, metrics in baselines.items() if not name.startswith("random-")}
     if own is not None:
-        flat = {"allocation": _flat(own), WITHOUT_PREFIX: flat["allocation"]} | {
-            name: cells for name, cells in flat.items() if name != "allocation"}
-    random = [cells for name, cells in flat.items() if name.startswith("random-")]
-    rows = [[name, *_format(cells)] for name, cells in flat.items() if not name.startswith("random-")]
-    if random:
+        theirs = {WITHOUT_PREFIX if name == "allocation" else name: metrics for name, metrics in named.items()}
+        named = {"allocation": own} | theirs
+    rows = [[name, *_format(_flat(metrics))] for name, metrics in named.items()]
+    if random := [_flat(metrics) for name, metrics in baselines.items() if name.startswith("random-")]:
         mean = [sum(column) / len(random) for column in zip(*random, strict=True)]
         kl = sorted(cells[0] for cells in random)
         row = [f"random mix, mean of {len(random)}", *_format(mean)]
@@ -195,8 +194,10 @@ def _format(cells: list[float]) -> list[str]:
 
 def show_quality(console: Console, rows: Sequence[Sequence[str]]) -> None:
     """The quality table on the terminal, for which 80 columns do: BF16's own figures, the same in all rows, stand
-    above it.
+    above it. Nothing for no rows, as where costs were predicted and nothing was encoded that is not shipped.
     """
+    if not rows:
+        return
     theirs = [place for place, name in enumerate(QUALITY_COLUMNS) if name.endswith(" BF16") and rows[0][place]]
     figures = ", ".join(f"{QUALITY_COLUMNS[place].removesuffix(' BF16')} {rows[0][place]}" for place in theirs)
     table = Table(title=f"held-out text, against BF16 ({figures})", title_justify="left")

@@ -37,6 +37,17 @@ def test_a_checkpoint_behind_a_prefix_has_a_row_of_its_own(prefix):
     assert rows[-2:] == [["random mix, mean of 2", "0.0615 (0.0610 to 0.0620)"], ["uniform-2", "0.0630"]]
 
 
+@pytest.mark.parametrize("prefix", ["source", "quantized"])
+def test_a_predicted_measurement_may_have_no_baselines(console, prefix):
+    """GLM-5.3's own recipe ended in a KeyError, after all the hours."""
+    result = {"report": {"recipe": {"encoder": {"prefix": prefix}}}, "validation": {"metrics": metrics(0.05)},
+              "baselines": {}}
+    rows = quality_rows(result["baselines"], own_figures(result))
+    show_quality(console, rows)
+    assert [row[:2] for row in rows] == ([["allocation", "0.0500"]] if prefix == "quantized" else [])
+    assert ("0.0500" in console.export_text()) is (prefix == "quantized")
+
+
 def test_a_comparison_tells_long_paths_apart(console):
     one = {"mean": 0.1, "standard_error": 0.01, "z": 10.0}
     found = {

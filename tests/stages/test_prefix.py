@@ -9,20 +9,24 @@ import subprocess
 import sys
 import time
 import weakref
+from io import StringIO
 from pathlib import Path
 
 import jsonschema
 import pytest
 import torch
+from rich.console import Console
 from small import digest
-from tiny import begun, tiny_recipe
+from tiny import CUT_IN_FOUR, begun, tiny_recipe, tiny_source
 
 from keys35.errors import RecipeError
 from keys35.files.ledger import Workdir
 from keys35.progress import Progress, Tick
 from keys35.recipe import load_recipe
+from keys35.report.facts import facts_of_checkpoint
 from keys35.report.measured import measurements
 from keys35.report.schema import load_schema
+from keys35.report.terminal import show_run
 from keys35.stages import prefix, streams
 from keys35.stages.allocate import allocate, load_allocation
 from keys35.stages.assemble import assemble
@@ -30,6 +34,7 @@ from keys35.stages.capture import calibration_windows
 from keys35.stages.experts import Shelf
 from keys35.stages.job import open_job
 from keys35.stages.measure import measure
+from keys35.stages.pipeline import run
 from keys35.stages.plan import plan
 from keys35.stages.quantize import quantize
 from keys35.stages.units import dense_file
@@ -204,6 +209,23 @@ def test_what_it_takes_is_planned(tiny) -> None:
     plain, ordered = (plan(tiny.source, recipe, tp=1) for recipe in (tiny_recipe(), RECIPE))
     assert ordered.weights_to_encode > plain.weights_to_encode
     assert ordered.work_parts["candidate encodings"] > plain.work_parts["candidate encodings"]
+
+
+def test_what_glm_5_3s_recipe_asks_for_runs_to_the_end(tmp_path: Path) -> None:
+    """Predicted costs behind a quantized prefix: no baseline has encodings, and the result is shown without."""
+    shipped = load_recipe("glm-5.3-2.75bpw")
+    chosen = {"measure": shipped.experts.measure, "widths": [3, 4], "bits": 3.25, "group": 2}
+    recipe = tiny_recipe(experts=chosen, encoder={"prefix": shipped.encoder.prefix})
+    assert (recipe.experts.measure, recipe.encoder.prefix) == ("predicted", "quantized")
+    source = tiny_source(tmp_path / "source", **CUT_IN_FOUR)
+    with open_job(source, recipe, tmp_path / "work") as job:
+        result = run(job, tmp_path / "out", Progress(), tp=1)
+    shown = StringIO()
+    show_run(Console(file=shown, width=200), result)
+    assert result["baselines"] == {} and result["warning"] is None
+    assert f"{result['validation']['metrics']['kl']:.4f}" in shown.getvalue()
+    found = facts_of_checkpoint(tmp_path / "out")
+    assert found.behind_prefix and not found.baselines
 
 
 def test_predicted_costs_and_a_prefix_encode_each_expert_once(tiny) -> None:
