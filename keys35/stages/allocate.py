@@ -17,7 +17,7 @@ from keys35.allocation import (
 )
 from keys35.errors import ResumeError
 from keys35.files.atomic import read_json, write_json
-from keys35.stages.choice import Choice, choose, reason
+from keys35.stages.choice import Choice, choose, reason, without_mix
 from keys35.stages.costs import Measured, prediction_check, read_measured
 from keys35.stages.job import Job
 
@@ -38,7 +38,7 @@ def allocate(job: Job) -> dict[str, object]:
         "budget": str(experts.budget),
         "choice": choice.facts(),
         "predicted": prediction_check(job),
-        "warning": reason(choice.facts()),
+        "warning": reason(choice.facts()) or without_mix(job.recipe),
         "sets": {name: _describe(widths, measured) for name, widths in sets.items()},
     }
     path = job.work.path(ALLOCATION)

@@ -89,16 +89,29 @@ def _fair_enough(job: Job, halves: Sequence[Measured]) -> tuple[float, dict[str,
     return asked
 
 
+def without_mix(recipe: Recipe) -> str | None:
+    """That a recipe's widths make no random mix to fall back on, though it asks for that; None if they do."""
+    experts, pair = recipe.experts, neighbours(recipe.experts.budget)
+    lacking = [str(width) for width in dict.fromkeys(pair) if width not in experts.widths]
+    if not (experts.fallback and lacking):
+        return None
+    return (f"experts.widths lack {' and '.join(lacking)}: there is no random mix of {float(experts.budget):.6g} bits "
+            "to compare experts' costs with or to fall back on, and they are followed whatever held-out text says of "
+            "them; add the width, or set experts.fallback = false to have it so")
+
+
 def foregone(recipe: Recipe) -> str | None:
-    """Why widths will be a random mix whatever is measured, from the recipe and its text alone; None if they need not.
+    """What the recipe and its text alone say of the widths' ground: that it is a random mix whatever is measured, or
+    that there is no such mix; None where it is to be seen.
 
     Raises RecipeError for a missing set or domain.
     """
+    if none := without_mix(recipe):
+        return none
     whole = load_text_set(recipe.calibration.set)
     text = whole.only(recipe.calibration.domains)
     missing, scant = _missing(whole, text), _scant(text, recipe.calibration, {})
-    known = missing or scant
-    if not (known and recipe.experts.fallback and set(neighbours(recipe.experts.budget)) <= set(recipe.experts.widths)):
+    if not (missing or scant) or not recipe.experts.fallback:
         return None
     return reason({"gains": {}, "missing": missing, "scant": scant, "basis": RANDOM})
 

@@ -1,5 +1,6 @@
 """On what ground widths are chosen: experts' own costs where two halves of the text agree, less where they do not."""
 
+import shutil
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -7,12 +8,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tiny import tiny_recipe
 
 from keys35.allocation import mean_width, random_mix
 from keys35.calibration.text import load_text_set
 from keys35.recipe import Recipe
 from keys35.stages import choice
+from keys35.stages.allocate import allocate
 from keys35.stages.costs import Measured
+from keys35.stages.job import resume_job
 
 EXPERTS, DOMAINS, WIDTHS = 8, 2, (2, 3)
 RISING = np.arange(1.0, EXPERTS + 1)
@@ -199,6 +203,16 @@ def test_without_widths_for_a_random_mix_costs_are_followed_with_a_warning(chose
     found = chosen(measured(RISING), measured(RISING), the_job)
     assert (found.basis, found.missing, found.gains) == ("experts", ("code",), {})
     assert "follow it all the same (experts.widths lack those of a random mix)" in choice.reason(found.facts())
+
+
+def test_without_widths_for_a_random_mix_the_allocation_warns_of_that(tiny, tmp_path, monkeypatch):
+    """Nothing was said: costs were followed, and compared with nothing, as if held-out text had borne them out."""
+    monkeypatch.setattr(choice, "LEAST_TOKENS", 1)
+    experts = {"widths": [2, 4], "bits": 3.25, "group": 1}  # the measured ones' costs, by other names
+    with resume_job(shutil.copytree(tiny.work, tmp_path / "work")) as job:
+        warning = allocate(replace(job, recipe=tiny_recipe(experts=experts)))["warning"]
+        assert allocate(job)["warning"] is None
+    assert "experts.widths lack 3: there is no random mix of 3.25 bits" in warning
 
 
 def test_a_set_of_one_domain_is_followed_and_said_to_be_one():

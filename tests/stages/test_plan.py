@@ -155,7 +155,10 @@ def test_a_config_that_check_would_refuse_in_the_end_begins_no_job(source, small
         ({}, {"selection_windows": 96}, "fewer than 8,192 tokens of held-out text.* in prose, code: widths are a"),
         ({}, {"selection_windows": 128, "domains": ["code"]}, "lacks its set's domains prose: widths are a random mix"),
         ({"fallback": False}, {"selection_windows": 96}, None),
-        ({"widths": [2, 4], "bits": 2.5}, {"selection_windows": 96}, None),  # no mix of 2 and 3 to fall back to
+        ({"widths": [2, 4], "bits": 2.5}, {"selection_windows": 128}, "widths lack 3: there is no random mix of 2.5"),
+        ({"widths": [2, 4], "bits": 2.5, "fallback": False}, {"selection_windows": 128}, None),
+        ({"widths": [1, 4], "bits": 2.5}, {"selection_windows": 128}, "widths lack 2 and 3: there is no random mix"),
+        ({"widths": [2, 4], "bits": 3}, {"selection_windows": 128}, "widths lack 3: there is no random mix of 3 bits"),
     ],
 )
 def test_a_random_mix_is_announced_before_hours_are_spent_on_costs(source, experts, calibration, words):
