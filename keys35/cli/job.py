@@ -93,7 +93,7 @@ def allocate(
 def quantize(
     work: Work, workers: Count = 0, engine: Place = "local", address: Address = "auto"
 ) -> None:
-    """Bring everything to its final width; nothing is encoded twice.
+    """Encode everything at its final width, behind the layers encoded before it unless the recipe says otherwise.
 
     Example: keys35 quantize --work W
     """
