@@ -32,7 +32,10 @@ def _targets(card: str) -> Iterator[str]:
 
 
 def _broken(target: str, repo: str, names: Collection[str], folders: set[str]) -> str:
-    parts = urlsplit(target)
+    try:
+        parts = urlsplit(target)
+    except ValueError:  # a host in brackets that is no IPv6 address, as in https://[your-host]/
+        return "is no address"
     if not parts.scheme and not parts.netloc:
         return _missing(unquote(parts.path), names, folders) if parts.path else ""
     if parts.hostname not in HUBS:

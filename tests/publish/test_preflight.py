@@ -210,6 +210,12 @@ def test_links_of_the_card() -> None:
     ]
 
 
+def test_a_link_that_is_no_address_is_named(out: Path) -> None:
+    """Python refuses a placeholder's brackets as no IPv6 address; it was a traceback."""
+    (out / "README.md").write_text("served at [here](https://[your-host]/v1)\n")
+    refused(out, r"README.md: link 'https://\[your-host\]/v1' is no address")
+
+
 def test_a_dead_link_is_refused(out: Path) -> None:
     (out / "README.md").write_text("see [the report](REPORT.html)\n")
     refused(out, "README.md: link 'REPORT.html' names no file")
