@@ -48,10 +48,11 @@ def _decoded(point: Checkpoint, rule: TensorRule) -> tuple[int, float | None]:
 
 
 def _carried(point: Checkpoint, rule: TensorRule) -> int:
-    if rule.quantized or rule.name not in point.stored.tensors:
+    """Values that are not finite; none of another dtype, which has a finding of its own and may be unreadable."""
+    tensor = point.stored.tensors.get(rule.name)
+    if rule.quantized or tensor is None or tensor.entry.dtype not in rule.dtypes:
         return 0
-    value = point.stored.read(rule.name)
-    return int((~torch.isfinite(value)).sum()) if value.is_floating_point() else 0
+    return int((~torch.isfinite(point.stored.read(rule.name))).sum())
 
 
 def check_sample(point: Checkpoint) -> Iterator[Finding]:
@@ -91,9 +92,9 @@ def _slabs(point: Checkpoint, rule: TensorRule) -> Iterator[tuple[range, Tensor]
     names = exl3_parts(rule.module)
     parts = [names[part] for part in ("trellis", "suh", "svh")]
     k, n = rule.padded
-    wanted = [(k // 16, n // 16, 16 * point.widths[rule.name]), (k,), (n,)]
-    found = [point.stored.tensors[name].entry.shape for name in parts if name in point.stored.tensors]
-    if found != wanted:
+    wanted = [("I16", (k // 16, n // 16, 16 * point.widths[rule.name])), ("F16", (k,)), ("F16", (n,))]
+    entries = [point.stored.tensors[name].entry for name in parts if name in point.stored.tensors]
+    if [(entry.dtype, entry.shape) for entry in entries] != wanted:
         return
     device = "cuda" if torch.cuda.is_available() else "cpu"
     trellis, suh, svh = (point.stored.read(name).to(device) for name in parts)
