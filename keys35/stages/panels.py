@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from keys35.calibration.text import read_utf8
@@ -25,6 +26,7 @@ from keys35.runtime.reference import make_reference
 
 COMPARED = ("kl", "kl_reverse", "top1", "top2", "nll")
 ROUNDING = 1e-12  # of a window's number, a sum of float64 values
+CHARACTERS, SPARE = 8, 1024  # more than a token has, and tokens that a cut behind them does not change
 
 
 def text_panel(files: Sequence[Path], tokenizer: Path, rows: int, length: int) -> Panel:
@@ -42,7 +44,7 @@ def text_panel(files: Sequence[Path], tokenizer: Path, rows: int, length: int) -
     for file in files:
         if not file.is_file():
             raise PlanError(f"{file}: no such text; give a plain text file to --panel")
-        ids = encoder.encode(read_utf8(file, PlanError), add_special_tokens=False).ids
+        ids = _beginning(encoder, read_utf8(file, PlanError), rows * length)
         if len(ids) < rows * length:
             fit = f"at most {len(ids) // length} rows, or shorter ones" if len(ids) >= length else "shorter ones"
             raise PlanError(
@@ -52,6 +54,18 @@ def text_panel(files: Sequence[Path], tokenizer: Path, rows: int, length: int) -
         windows += [torch.tensor(ids[start : start + length]) for start in range(0, rows * length, length)]
         domains += [str(file) if alike else file.stem] * rows
     return Panel.of(", ".join(file.name for file in files), windows, domains)
+
+
+def _beginning(encoder: Tokenizer, text: str, count: int) -> list[int]:
+    """At least the first `count` tokens of a text, or all it has: an encoding takes 170 bytes for each of its text."""
+    size = CHARACTERS * count
+    while True:
+        ids = encoder.encode(text[:size], add_special_tokens=False).ids
+        if size >= len(text):
+            return ids
+        if len(ids) >= count + SPARE:
+            return ids[:count]
+        size *= 2
 
 
 def score(

@@ -15,6 +15,7 @@ from small import small_recipe
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
+from keys35.calibration.windows import read_tokenizer
 from keys35.cli import app
 from keys35.demo import MODEL
 from keys35.errors import PlanError, RankError, ResumeError, SourceError, UsageError
@@ -27,7 +28,7 @@ from keys35.runtime.launch import PanelResult
 from keys35.stages.panels import paired, score, text_panel
 from keys35.stages.validate import validate
 
-TOKENIZER = MODEL / "tokenizer.json"
+TOKENIZER, TEXT = MODEL / "tokenizer.json", MODEL.parent / "text"
 
 
 def test_a_text_becomes_contiguous_windows(tmp_path):
@@ -50,6 +51,26 @@ def test_a_text_becomes_contiguous_windows(tmp_path):
     text.write_bytes("caf\u00e9".encode("latin-1"))
     with pytest.raises(PlanError, match="words.txt: is not UTF-8"):
         text_panel([text], TOKENIZER, 1, 3)
+
+
+def test_of_a_long_text_only_the_beginning_is_encoded(tmp_path, monkeypatch):
+    """36 MB took 6 GB, and a corpus all there is."""
+    text, encoder, seen = tmp_path / "long.txt", read_tokenizer(TOKENIZER), []
+    text.write_text((TEXT / "eval-prose.txt").read_text() * 3)
+
+    class Watched:
+        def encode(self, part, **options):
+            seen.append(len(part))
+            return encoder.encode(part, **options)
+
+    whole = encoder.encode(text.read_text(), add_special_tokens=False).ids
+    monkeypatch.setattr("keys35.stages.panels.read_tokenizer", lambda path: Watched())
+    for length in (200, 30_000):  # one that is less than the spare tokens, too
+        panel = text_panel([text], TOKENIZER, 2, length)
+        assert torch.cat(panel.tokens).tolist() == whole[: 2 * length]
+    assert max(seen) < text.stat().st_size / 2
+    with pytest.raises(PlanError, match=f"long.txt has {len(whole):,} tokens"):
+        text_panel([text], TOKENIZER, 2, 10_000_000)
 
 
 def test_paired_differences_are_of_windows():
