@@ -1,6 +1,7 @@
 """The model card: README.md of a finished checkpoint, every figure from its report files."""
 
 import re
+from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -164,8 +165,13 @@ def _quality(facts: Facts) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
+def _in_a_cell(name: str) -> str:
+    """A name that somebody else chose, which ends neither its cell nor its row, and is no markup."""
+    return escape(" ".join(name.split())).replace("|", r"\|")
+
+
 def _domains(quality: dict[str, Any]) -> str:
-    rows = [[name, f"{m['tokens']:,}", nats(m["kl"]), nats(m["kl_median"]), nats(m["kl_p90"]), nats(m["kl_p99"]),
+    rows = [[_in_a_cell(name), f"{m['tokens']:,}", *(nats(m[key]) for key in ("kl", "kl_median", "kl_p90", "kl_p99")),
              share(m["top1"]), f"{m['ppl']:.3f} / {m['ppl_reference']:.3f}"]
             for name, m in quality["metrics"]["domains"].items()]
     text = markdown_table(("text", "tokens", "KL", "median", "p90", "p99", "top-1", "ppl / BF16"), rows)

@@ -15,6 +15,7 @@ from keys35.errors import PublishError
 from keys35.files.headers import pack_header
 from keys35.report import card
 from keys35.report.card import CARD, SOURCE_CARD, write_card
+from keys35.report.facts import QUALITY
 from keys35.report.html import write_making, write_report
 from keys35.report.measured import MEASUREMENTS
 from keys35.report.schema import REPORT
@@ -66,6 +67,15 @@ def test_what_decided_widths_is_what_did(out, basis, profile, said):
     for name, more in ((REPORT, basis), ("quantization_config.json", {"profile": profile})):
         (out / name).write_text(json.dumps(json.loads((out / name).read_text()) | more))
     assert f"bits per routed weight. {said}\n" in write_card(out).read_text()
+
+
+def test_a_text_may_have_any_name(out):
+    """A table with `code|docs` in it had a row of nine cells."""
+    quality = json.loads((out / QUALITY).read_text())
+    known = quality["metrics"]["domains"]
+    quality["metrics"]["domains"] = {"code|docs <i>\n": next(iter(known.values()))}
+    (out / QUALITY).write_text(json.dumps(quality))
+    assert r"| code\|docs &lt;i&gt; | " in write_card(out).read_text()
 
 
 def test_a_card_written_by_hand_replaces_nothing(out):
