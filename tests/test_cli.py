@@ -32,6 +32,7 @@ def keys35(*arguments):
         (["plan", MODEL, "--recip", "demo"], 2, "--recip"),
         (["plan", MODEL], 2, "--recipe"),
         (["demo", "--work", "/no/such/work", "--table", MODEL / "config.json"], 5, "lacks the marks"),
+        (["demo", "--work", "/no/such/work", "--table", MODEL / "model-00001-of-00002.safetensors"], 5, "is not UTF-8"),
         (["ablate", MODEL, "--recipe", "demo", "--work", "/no/such/work", "--table", "t.json"], 2, "give a .md file"),
         (["generate", MODEL, "Once", "--device", "gpu"], 2, "--device"),
         (["bench", MODEL, "--dtype", "fp16"], 2, "--dtype"),

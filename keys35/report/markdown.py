@@ -13,8 +13,11 @@ def text_with_marks(path: Path) -> str:
     """A file's text; raises PlanError if it lacks the marks, which is better known before the run than after it."""
     if not path.is_file():
         raise PlanError(f"{path}: no such file; give one with the marks {BEGIN} and {END}")
-    text = path.read_text(encoding="utf-8")
-    if BEGIN not in text or END not in text:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise PlanError(f"{path} is not UTF-8 ({error.reason} at byte {error.start}); give a Markdown file") from None
+    if END not in text.partition(BEGIN)[2]:
         raise PlanError(f"{path} lacks the marks {BEGIN} and {END} around its quality table")
     return text
 
