@@ -87,7 +87,8 @@ def load_text_set(name: str, folder: Path = Path()) -> TextSet:
         domains = tuple(_domain(entry, path.parent) for entry in raw["domain"])
         version = int(raw["version"])
     except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError) as error:
-        raise RecipeError(f"calibration set {path}: {error!r}; see calibration/demo.toml for the form") from None
+        why = f"{type(error).__name__}: {error}"  # not its repr, which holds a whole file that is not UTF-8
+        raise RecipeError(f"calibration set {path}: {why}; see calibration/demo.toml for the form") from None
     if len({d.name for d in domains}) != len(domains) or not domains:
         raise RecipeError(f"calibration set {path}: needs at least one [[domain]], each with a name of its own")
     digest = hashlib.sha256(path.read_bytes())

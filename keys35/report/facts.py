@@ -113,7 +113,7 @@ def facts_of_checkpoint(out: Path) -> Facts:
         widths = {int(layer): _row(row) for layer, row in quantization["expert_bits"].items()
                   if layer in report["widths_by_layer"]}
         classes = _classes(quantization["tensor_storage"], set(widths))
-        name = report["recipe"]["name"]
+        name = str(report["recipe"]["name"])
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         raise ContractError(f"{out}: its report or {QUANT} lacks {error}; {REDO}") from error
     optional = [_optional(out / file) for file in (QUALITY, MEASUREMENTS, MAKING)]

@@ -79,7 +79,8 @@ def load_variants(path: Path | None, only: Sequence[str] = ()) -> list[Variant]:
         if len({(v.group, v.name) for v in found}) < len(found):
             raise ValueError("two variants of one group have one name, and would share a row")
     except (OSError, ValueError, KeyError, TypeError) as error:  # TOML's and UTF-8's are ValueErrors
-        raise RecipeError(f"{source}: not a list of [[variant]] with group, name and set: {error!r}") from None
+        why = f"{type(error).__name__}: {error}"
+        raise RecipeError(f"{source}: not a list of [[variant]] with group, name and set: {why}") from None
     unknown = sorted(set(only) - {v.name for v in found} - {v.group for v in found})
     if unknown:
         raise RecipeError(f"{source} has no variant {', '.join(unknown)}: it has {', '.join(v.name for v in found)}")

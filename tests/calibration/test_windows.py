@@ -136,6 +136,13 @@ def test_a_byte_order_mark_is_no_part_of_a_set_or_a_text(tmp_path, name, content
     assert found.domains == wanted.domains and list(documents(found.domains[0])) == ["one"]
 
 
+def test_a_set_that_is_no_text_is_not_shown_whole(tmp_path):
+    (tmp_path / "set.toml").write_bytes(b"\x7fELF\xd0" * 9999)
+    with pytest.raises(RecipeError) as caught:
+        load_text_set(str(tmp_path / "set.toml"))
+    assert "UnicodeDecodeError" in str(caught.value) and len(str(caught.value)) < 400 + len(str(tmp_path))
+
+
 def test_digest_follows_the_text(tmp_path):
     first = text_set(tmp_path, "one\n").digest
     assert text_set(tmp_path, "one\n").digest == first != text_set(tmp_path, "two\n").digest

@@ -81,6 +81,14 @@ def test_a_bad_variant_is_refused_before_the_first_is_measured(source, tmp_path,
     assert not work.exists()
 
 
+def test_a_list_that_is_no_text_is_not_shown_whole(tmp_path):
+    """Its bytes were, all of them, where the refusal should say what is wrong."""
+    (tmp_path / "v.toml").write_bytes(b"\x7fELF\xd0" * 9999)
+    with pytest.raises(RecipeError) as caught:
+        load_variants(tmp_path / "v.toml")
+    assert "UnicodeDecodeError" in str(caught.value) and len(str(caught.value)) < 400 + len(str(tmp_path))
+
+
 def test_shipped_variants_that_a_recipe_cannot_have_are_left_out(source, tmp_path):
     """One of them refused the whole list: widths 2 and 3 for a mean above 3, or text that the recipe's set lacks."""
     experts = {"widths": [2, 3, 4], "bits": 3.25, "group": 2}
