@@ -136,7 +136,10 @@ def _select(
         score = torch.einsum("bshd,btd->bsht", query[:, part], wide(key) * width**-0.5).relu_()
         score = (head_weight[:, part].unsqueeze(2) @ score).squeeze(2)
         score.masked_fill_(_future(begin + start, *score.shape[1:], h.device), float("-inf"))
-        chosen[:, part].scatter_(2, score.topk(config.index_topk, -1).indices, True)
+        # Scores tie, at 0 above all: the earliest are taken, as topk takes others for one query than for two.
+        least = score.topk(config.index_topk, -1).values[..., -1:]
+        above, ties = score > least, score == least
+        chosen[:, part] = above | (ties & (ties.cumsum(-1) <= config.index_topk - above.sum(-1, keepdim=True)))
     return chosen
 
 

@@ -245,3 +245,18 @@ def test_what_enters_attention_is_shown_as_a_pass_shows_it(demo_store, demo_conf
     assert len(whole.seen) == 3 and set(shown.seen) == set(whole.seen) - (set() if mixed else {o_proj})
     for modules, parts in shown.seen.items():
         assert all(torch.equal(a, b) for a, b in zip(parts, whole.seen[modules], strict=True))
+
+
+def test_which_of_tied_keys_are_selected_does_not_depend_on_the_rows_beside(demo_store, demo_config, prose):
+    """Far beyond the trained length hundreds of layer 1's scores are 0; a draft is checked two rows at a time."""
+    before = embed(demo_store, [torch.cat(prose[:3])[:1200]])
+    [states], _ = decoder_layer(demo_config, 0, demo_store.layer(0), before, [None])
+    one, found = partial(decoder_layer, demo_config, 1, demo_store.layer(1), selections=[None]), []
+    for step in (1, 2):
+        cache, rows = LayerCache(), []
+        one([states[:1160]], caches=[cache])
+        for first in range(1160, 1200, step):
+            _, [chosen] = one([states[first : first + step]], caches=[cache])
+            rows += [row.nonzero().flatten().tolist() for row in chosen]
+        found.append(rows)
+    assert found[0] == found[1] and all(len(row) == demo_config.index_topk for row in found[0])
