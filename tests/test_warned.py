@@ -9,6 +9,7 @@ from keys35.warned import Warned
 def test_warnings_are_told_once() -> None:
     told: list[str] = []
     handler = Warned(told.append)
+    logging.captureWarnings(False)  # a command that ran in this process before may have left it on, of other filters
     try:
         handler.listen()
         handler.listen()

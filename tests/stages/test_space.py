@@ -10,6 +10,7 @@ from tiny import tiny_recipe
 
 from keys35.errors import PlanError, ResumeError
 from keys35.files import atomic
+from keys35.files.hashed import Hashed
 from keys35.progress import Progress
 from keys35.stages import schedule
 from keys35.stages.capture import calibration_windows
@@ -44,16 +45,16 @@ def test_a_disk_that_fills_up_stops_between_units(tiny, tmp_path: Path, monkeypa
 
 
 def test_a_write_that_fails_for_room_leaves_nothing_and_is_resumed(tiny, tmp_path: Path, monkeypatch) -> None:
-    write, room = atomic._Hashed.write, [2_000_000]
+    write, room = Hashed.write, [2_000_000]
 
-    def until_full(self, piece) -> None:
+    def until_full(self, piece, *own) -> None:
         room[0] -= len(piece)
         if room[0] < 0:
             raise OSError(errno.ENOSPC, "No space left on device")
-        write(self, piece)
+        write(self, piece, *own)
 
     with monkeypatch.context() as patch, open_job(tiny.source, tiny_recipe(), tmp_path / "work") as job:
-        patch.setattr(atomic._Hashed, "write", until_full)
+        patch.setattr(Hashed, "write", until_full)
         with pytest.raises(ResumeError, match="disk full, needed .* run the same command again"):
             measure(job, Progress())
         assert not list(job.work.root.rglob("*.partial")) and (job.work.root / "experts").is_dir()

@@ -9,6 +9,7 @@ from keys35.errors import ResumeError
 from keys35.exl3.linear import EncodedLinear
 from keys35.files import atomic
 from keys35.files.atomic import save_pieces
+from keys35.files.hashed import Hashed
 from keys35.stages.unit_files import UnitFiles
 
 SHAPES = {"layer.2.up": (128, 256), "layer.10.up": (128, 256), "layer.10.down": (256, 128)}
@@ -44,10 +45,10 @@ def test_a_unit_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_heard_of_and_ends_all_writers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: object, piece: bytes) -> None:
+    def full(self: object, piece: bytes, *own: object) -> None:
         raise OSError(atomic.FULL[0], "no space")
 
-    monkeypatch.setattr(atomic._Hashed, "write", full)
+    monkeypatch.setattr(Hashed, "write", full)
     with pytest.raises(ResumeError, match="disk full"), UnitFiles({b: tmp_path / f"k{b}" for b in WIDTHS}, SHAPES) as f:
         for name in SHAPES:
             f.give(name, encoded(name, 2))
