@@ -136,11 +136,22 @@ def _select(
         score = torch.einsum("bshd,btd->bsht", query[:, part], wide(key) * width**-0.5).relu_()
         score = (head_weight[:, part].unsqueeze(2) @ score).squeeze(2)
         score.masked_fill_(_future(begin + start, *score.shape[1:], h.device), float("-inf"))
-        # Scores tie, at 0 above all: the earliest are taken, as topk takes others for one query than for two.
-        least = score.topk(config.index_topk, -1).values[..., -1:]
-        above, ties = score > least, score == least
-        chosen[:, part] = above | (ties & (ties.cumsum(-1) <= config.index_topk - above.sum(-1, keepdim=True)))
+        if start:
+            chosen[:, part] = _earliest(score, config.index_topk)
+        else:
+            chosen[:, part].scatter_(2, score.topk(config.index_topk, -1).indices, True)
     return chosen
+
+
+def _earliest(score: Tensor, count: int) -> Tensor:
+    """Bool, as score (.., T): the highest, and of those that tie the earliest.
+
+    Scores tie, at 0 above all, and which ones topk takes depends on the rows beside. Whole windows leave that to it, as
+    transformers does; a draft comes in other numbers of rows than a serial reply.
+    """
+    least = score.topk(count, -1).values[..., -1:]
+    above, ties = score > least, score == least
+    return above | (ties & (ties.cumsum(-1) <= count - above.sum(-1, keepdim=True)))
 
 
 def _future(first: int, rows: int, keys: int, device: torch.device) -> Tensor:
