@@ -86,7 +86,7 @@ def load_text_set(name: str, folder: Path = Path()) -> TextSet:
         raw = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin with a byte-order mark
         domains = tuple(_domain(entry, path.parent) for entry in raw["domain"])
         version = int(raw["version"])
-    except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError) as error:
+    except (tomllib.TOMLDecodeError, KeyError, OverflowError, TypeError, ValueError) as error:
         why = f"{type(error).__name__}: {error}"  # not its repr, which holds a whole file that is not UTF-8
         raise RecipeError(f"calibration set {path}: {why}; see calibration/demo.toml for the form") from None
     if len({d.name for d in domains}) != len(domains) or not domains:

@@ -14,9 +14,12 @@ from tokenizers import Tokenizer
 from keys35.calibration.chat import ChatTemplate
 from keys35.calibration.text import Chat, Document, Domain, TextSet, TokenIds, documents, key_of
 from keys35.errors import PlanError, ResumeError, SourceError
-from keys35.files.atomic import load_tensors, read_json, save_tensors, write_json
+from keys35.files.atomic import load_tensors, save_tensors, write_json
+from keys35.files.forms import read_formed
 
 SELECTION_SHARE = 4  # one document in four is held out for selection
+_SEALED = {"type": "object", "required": ["tokenizer_sha256", "domains"], "properties": {
+    "tokenizer_sha256": {"type": "string"}, "domains": {"type": "array", "items": {"type": "string"}}}}
 
 
 @dataclass(frozen=True)
@@ -159,7 +162,7 @@ def save_windows(path: Path, windows: Windows, tokenizer_sha256: str) -> list[Pa
 
 def load_windows(path: Path, tokenizer_sha256: str, expect_sha256: str | None = None) -> Windows:
     """Read sealed windows back; raises ResumeError if another tokenizer made them, or the file was changed."""
-    facts = read_json(path.with_suffix(".json"))
+    facts = read_formed(path.with_suffix(".json"), _SEALED)
     if facts["tokenizer_sha256"] != tokenizer_sha256:
         raise ResumeError(
             f"{path}: these token ids were made by another tokenizer "

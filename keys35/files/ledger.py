@@ -26,6 +26,7 @@ MANIFEST, LOCK, LOG_FILE, RECEIPTS = "manifest.json", "lock", "log.jsonl", "rece
 BEFORE_MANIFEST = {LOCK, LOG_FILE, MANIFEST + PARTIAL, "lost+found"}  # the last is all that a new disk holds
 BEGUN = "begun"  # the log's event for a unit that was handed out; the line that ends it names its kind
 FRESH = "choose an empty work directory, or restore the file from a backup"
+BEGIN_AGAIN = "begin with `keys35 measure SOURCE --recipe R --work W` again, which writes it and keeps what is finished"
 
 
 @contextmanager
@@ -144,8 +145,9 @@ class Workdir:
             return None
         try:
             receipt = read_json(path)
-            whole = receipt["unit"] == unit and "data" in receipt and all(
-                self.path(entry["path"]).stat().st_size == entry["size"] for entry in receipt["files"])
+            whole = receipt["unit"] == unit and isinstance(receipt["data"], dict) and all(
+                self.path(entry["path"]).stat().st_size == entry["size"] and isinstance(entry["sha256"], str)
+                for entry in receipt["files"])
         except (ResumeError, OSError, KeyError, TypeError) as cause:
             LOG.warning("unit %s will be redone: %s", unit, cause)
             return None

@@ -8,9 +8,10 @@ from typing import Any
 
 import yaml
 
-from keys35.errors import PublishError
+from keys35.errors import ContractError, PublishError
 from keys35.files.atomic import read_json, write_bytes, write_json
-from keys35.report.facts import REPORT, REPOSITORY, Facts, facts_of_checkpoint
+from keys35.files.forms import OBJECT, read_formed
+from keys35.report.facts import REDO, REPORT, REPOSITORY, Facts, facts_of_checkpoint
 from keys35.report.html import PAGE
 from keys35.report.measured import MEASUREMENTS
 from keys35.report.sections import describe_machine
@@ -80,7 +81,7 @@ def front_matter(facts: Facts, out: Path) -> dict[str, Any]:
     base = base_model(facts, out)
     if base:
         head |= {"base_model": base, "base_model_relation": "quantized"}
-    config = read_json(out / "config.json")
+    config = _config(out)
     head["tags"] = sorted({"exl3", "keys35", "quantized", "mixture-of-experts", str(config.get("model_type"))})
     encoded = {row.name.replace(" ", "_"): float(row.bits) for row in facts.classes if row.bits is not None}
     return head | {"quantization": {"method": "exl3", "format": facts.report["format"], "codebook": "mul1",
@@ -104,8 +105,12 @@ def base_model(facts: Facts, out: Path) -> str | None:
     named = (facts.making or {}).get("base_model")
     given = source_card(out).get("base_model")
     listed = given[0] if isinstance(given, list) and given else given
-    guesses = (named, listed, read_json(out / "config.json").get("_name_or_path"))
+    guesses = (named, listed, _config(out).get("_name_or_path"))
     return next((guess for guess in guesses if isinstance(guess, str) and REPOSITORY.fullmatch(guess)), None)
+
+
+def _config(out: Path) -> dict[str, Any]:
+    return read_formed(out / "config.json", OBJECT, ContractError, REDO)
 
 
 def _licence(out: Path) -> dict[str, Any]:

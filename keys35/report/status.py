@@ -12,9 +12,17 @@ from rich.table import Table
 
 from keys35.errors import ResumeError
 from keys35.files.atomic import read_json
-from keys35.files.ledger import WHEREABOUTS, Workdir
+from keys35.files.forms import misfit, read_formed
+from keys35.files.ledger import BEGIN_AGAIN, FRESH, MANIFEST, WHEREABOUTS, Workdir
 from keys35.progress import HEARTBEAT, Tick
 from keys35.report.terminal import human_seconds
+
+_TEXT, _COUNT = {"type": "string"}, {"type": "integer", "minimum": 0}
+JOB = {"type": "object", "required": ["recipe", "tool"], "properties": {"tool": _TEXT, "recipe": {
+    "type": "object", "required": ["name", "experts"], "properties": {"name": _TEXT, "experts": {
+        "type": "object", "required": ["group"], "properties": {"group": _COUNT}}}}}}
+COUNTED = {"type": "object", "properties": {"layers": _COUNT, "experts": _COUNT, "experts_a_layer": _COUNT,
+                                            "mtp_layers": {"type": "array", "items": _COUNT}}}
 
 
 @dataclass(frozen=True)
@@ -45,12 +53,14 @@ class Status:
 
 
 def read_status(root: Path) -> Status:
-    """The state of a work directory; raises ResumeError if it holds no job."""
+    """The state of a work directory; raises ResumeError if it holds no job, or not all that is known of one."""
     work = Workdir.open(root, None)
+    if fault := misfit(work.job, JOB):
+        raise ResumeError(f"{work.root / MANIFEST}: {fault}; {FRESH}")
     last = _heartbeat(work.path(HEARTBEAT))
     units, place = work.units(), work.path(WHEREABOUTS)
     finished = dict(sorted(Counter(_kind(name) for name in units).items()))
-    facts = read_json(place) if place.is_file() else {}
+    facts = read_formed(place, COUNTED, remedy=BEGIN_AGAIN) if place.is_file() else {}
     captured = sum(name.startswith("measure/capture/") for name in units)
     group, mtp = work.job["recipe"]["experts"]["group"], facts.get("mtp_layers", [])
     experts = facts.get("experts", 0)

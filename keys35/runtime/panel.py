@@ -10,9 +10,14 @@ import torch
 from torch import Tensor
 
 from keys35.errors import RankError, RecipeError
-from keys35.files.atomic import read_json, write_json
+from keys35.files.atomic import write_json
+from keys35.files.forms import read_formed
 
 SHORTEST = 3  # an MTP draft needs a token two positions on
+_WINDOW = {"type": "object", "required": ["domain", "tokens"], "properties": {
+    "domain": {"type": "string"}, "tokens": {"type": "array", "items": {"type": "integer", "minimum": 0}}}}
+_FORM = {"type": "object", "required": ["name", "windows"], "properties": {
+    "name": {"type": "string"}, "windows": {"type": "array", "items": _WINDOW}}}
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,7 @@ class Panel:
 
     @classmethod
     def load(cls, path: Path) -> "Panel":
-        stored = read_json(path, RankError, "make the panel again")
+        stored = read_formed(path, _FORM, RankError, "make the panel again")
         windows = stored["windows"]
         tokens = tuple(torch.tensor(window["tokens"]) for window in windows)
         return cls(stored["name"], tokens, tuple(window["domain"] for window in windows))

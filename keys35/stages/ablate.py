@@ -20,7 +20,8 @@ from keys35 import __version__
 from keys35.allocation import bit_counts, mean_width, plain_width, whole_model
 from keys35.calibration.text import load_text_set
 from keys35.errors import Keys35Error, RecipeError
-from keys35.files.atomic import read_json, write_json
+from keys35.files.atomic import write_json
+from keys35.files.forms import read_formed
 from keys35.files.source import ShardedSource
 from keys35.glm.config import GlmConfig
 from keys35.glm.names import census
@@ -51,6 +52,8 @@ UNSEEN, FOLDER = "unseen", "ablate"
 ALLOCATION = "allocation"
 SETS = frozenset({ALLOCATION, "random", "equal-per-layer", "error-only", "uniform", "per-expert", "by-energy",
                   EXPERTS, UNSEEN})
+
+MADE_BY = {"type": "object", "required": ["group", "name", "recipe_sha256"]}
 
 
 @dataclass(frozen=True)
@@ -143,7 +146,7 @@ def ablate(
     todo, left_out = _possible(asked, variants, opened, config)  # a bad one is refused before any is measured
     for variant, changed, made_of in todo:
         path = root / "rows" / f"{_slug(variant)}.json"
-        row = read_json(path) if path.exists() else None
+        row = read_formed(path, MADE_BY) if path.exists() else None
         if row and (row["recipe_sha256"] != changed.digest() or row.get("made_of", made_of) != made_of):
             row = None
         if not finished and row is None:

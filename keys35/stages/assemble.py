@@ -13,6 +13,7 @@ from keys35.allocation import plain_width
 from keys35.errors import PlanError
 from keys35.exl3.codebook import MARKERS
 from keys35.files.atomic import PARTIAL, read_json, read_pieces, require_space, sha256_file, write_bytes, write_json
+from keys35.files.forms import OBJECT, read_formed
 from keys35.files.headers import read_header
 from keys35.files.shards import INDEX_NAME, ShardReceipt, shard_name, write_index, write_shard
 from keys35.files.source import ShardedSource
@@ -33,6 +34,7 @@ from keys35.stages.sizes import class_sizes
 # Written into the output by later steps; a second assembly leaves them to be rewritten.
 LATER = {QUALITY, CARD, SOURCE_CARD, PAGE, MEASUREMENTS, MAKING}
 FORMAT = "keys35-v1"
+NAMED = {"type": "object", "properties": {"recipe": OBJECT}}
 HEAD_BITS = 16
 SHARDS_AT_ONCE = 4
 
@@ -105,7 +107,7 @@ def _refuse_another_jobs(job: Job, out: Path) -> None:
     """Another job's checkpoint has the same file names: its quality report and page would stay beside our shards."""
     if not (out / REPORT).is_file():
         return
-    found = read_json(out / REPORT, PlanError, "choose an empty directory")
+    found = read_formed(out / REPORT, NAMED, PlanError, "choose an empty directory")
     other = of_another_job(found, job.work)
     if other:
         raise PlanError(f"{out} holds another job's checkpoint ({found.get('recipe', {}).get('name')}: another "

@@ -14,8 +14,9 @@ from keys35.errors import PlanError, ResumeError
 from keys35.exl3.encode import EncodeOptions
 from keys35.exl3.scale import FULL_POWERS, ScalePowers
 from keys35.exl3.viterbi import backend_device
-from keys35.files.atomic import read_json, write_json
-from keys35.files.ledger import MANIFEST, WHEREABOUTS, Workdir
+from keys35.files.atomic import write_json
+from keys35.files.forms import read_formed
+from keys35.files.ledger import BEGIN_AGAIN, MANIFEST, WHEREABOUTS, Workdir
 from keys35.files.source import ShardedSource
 from keys35.glm.config import GlmConfig, refuse_other_architectures
 from keys35.glm.names import TensorRule, census, match_source
@@ -28,6 +29,8 @@ from keys35.stages.profile import profile_rules
 from keys35.stages.states import WINDOWS_AT_ONCE_TOKENS
 
 Keep = Literal["all", "errors"]
+FORM = {"type": "object", "required": ["source", "recipe"], "properties": {
+    "source": {"type": "string"}, "keep": {"type": "string"}, "folder": {"type": "string"}}}
 GPU_AT_ONCE_TOKENS, LOW_MEMORY_AT_ONCE_TOKENS = 24576, 4096
 STACK, LOW_MEMORY_STACK = 33 << 23, 1 << 27  # weights: gates and ups of 11 experts of GLM-5.3, and of 5
 
@@ -150,7 +153,7 @@ def resume_job(root: Path) -> Iterator[Job]:
     path = Path(root) / WHEREABOUTS
     if not path.is_file():
         raise ResumeError(f"{root} holds no keys35 job: start with `keys35 measure SOURCE --recipe R --work {root}`")
-    facts = read_json(path)
+    facts = read_formed(path, FORM, remedy=BEGIN_AGAIN)
     recipe = stored_recipe(facts["recipe"], ResumeError, path)
     with open_job(Path(facts["source"]), recipe, root, facts.get("keep", "all"), _folder(facts)) as job:
         yield job
@@ -159,7 +162,7 @@ def resume_job(root: Path) -> Iterator[Job]:
 def attach_job(root: Path) -> Job:
     """The job that a driver holds open, for one of its workers: no lock is taken and no resume checked."""
     work = Workdir.open(root, None)
-    facts = read_json(work.path(WHEREABOUTS))
+    facts = read_formed(work.path(WHEREABOUTS), FORM, remedy=BEGIN_AGAIN)
     recipe = stored_recipe(facts["recipe"], ResumeError, work.path(WHEREABOUTS))
     opened, config, dropped = read_source(Path(facts["source"]), recipe)
     rules = profile_rules(census(config), recipe.output.profile)

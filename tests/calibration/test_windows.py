@@ -112,6 +112,9 @@ def test_another_tokenizer_is_refused(tmp_path):
     assert facts["first_tokens"] == windows.tokens[:, :8].tolist()
     with pytest.raises(ResumeError, match="another tokenizer"):
         load_windows(tmp_path / "fit", "0" * 64)
+    (tmp_path / "fit.json").write_text("[]")
+    with pytest.raises(ResumeError, match="fit.json: it is no object"):
+        load_windows(tmp_path / "fit", maker.tokenizer_sha256)
 
 
 def test_no_tokenizer(tmp_path):
@@ -153,6 +156,7 @@ def test_digest_follows_the_text(tmp_path):
     [
         "version = 1",
         'version = 1\n[[domain]]\nname = "a"\nshare = 0\nfiles = []\ndocuments = "line"',
+        'version = inf\n[[domain]]\nname = "a"\nshare = 1\nfiles = []\ndocuments = "line"',
         'version = 1\n[[domain]]\nname = "a"\nshare = inf\nfiles = []\ndocuments = "line"',
         'version = 1\n[[domain]]\nname = "a"\nshare = nan\nfiles = []\ndocuments = "line"',
         'version = 1\n[[domain]]\nname = "a"\nshare = 1\nfiles = ["no.txt"]\ndocuments = "line"',

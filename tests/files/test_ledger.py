@@ -108,7 +108,7 @@ def test_truncated_file_is_redone_alone(work: Workdir, size: int) -> None:  # ca
 @pytest.mark.parametrize("text", [
     "", "{", "[]", "{}", '{"unit": "layer-001", "files": [], "data": {}}',
     '{"unit": "layer-000", "files": [{"path": "../x", "size": 1}], "data": {}}',
-    '{"unit": "layer-000", "files": [3], "data": {}}',
+    '{"unit": "layer-000", "files": [3], "data": {}}', '{"unit": "layer-000", "files": [], "data": []}',
 ])  # fmt: skip
 def test_damaged_receipt_means_redo(work: Workdir, text: str) -> None:
     done_unit(work, "layer-000")

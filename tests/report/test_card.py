@@ -11,7 +11,7 @@ import pytest
 import yaml
 from made_up import metrics, write_out
 
-from keys35.errors import PublishError
+from keys35.errors import ContractError, PublishError
 from keys35.files.headers import pack_header
 from keys35.report import card
 from keys35.report.card import CARD, SOURCE_CARD, write_card
@@ -303,3 +303,10 @@ def test_no_paths_times_or_hosts(finished, tmp_path):
     text = write_card(out).read_text()
     assert not re.search(r"/(root|home|tmp|Users|work)/|\d\d:\d\d:\d\d|\b20\d\d-\d\d-\d\d\b", text)
     assert platform.node() not in text
+
+
+def test_a_config_that_is_none_is_refused(out):
+    """Whole JSON that is no object was a traceback."""
+    (out / "config.json").write_text("[]")
+    with pytest.raises(ContractError, match="config.json: it is no object; give a work directory or a finished"):
+        write_card(out)

@@ -4,8 +4,10 @@ import json
 import os
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
+from keys35.errors import ResumeError
 from keys35.files.atomic import write_json
 from keys35.files.ledger import WHEREABOUTS, Workdir
 from keys35.progress import HEARTBEAT, Progress
@@ -47,3 +49,17 @@ def test_a_heartbeat_that_cannot_be_read_hides_nothing_else(tmp_path: Path) -> N
         work.path(HEARTBEAT).write_text(text)
         found = read_status(tmp_path)
         assert found.state == "new" and found.finished == {"experts/layer-000": 1}
+
+
+def test_files_that_say_too_little_are_refused(tmp_path: Path) -> None:
+    """Whole JSON that is no object, or has no recipe in it, was a traceback."""
+    whole = {"tool": "0", "recipe": {"name": "some", "experts": {"group": 8}}}
+    work = Workdir.open(tmp_path, whole)
+    for facts, words in (([], "it is no object"), ({"mtp_layers": 1}, "'mtp_layers' is no array")):
+        write_json(work.path(WHEREABOUTS), facts)
+        with pytest.raises(ResumeError, match=f"whereabouts.json: {words}; begin with `keys35 measure"):
+            read_status(tmp_path)
+    for job, words in (({}, "it lacks recipe, tool"), (whole | {"recipe": {"name": "some"}}, "'recipe' lacks experts")):
+        write_json(tmp_path / "manifest.json", {"schema": 1, "job": job})
+        with pytest.raises(ResumeError, match=f"manifest.json: {words}; choose an empty work directory"):
+            read_status(tmp_path)

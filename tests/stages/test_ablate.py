@@ -7,7 +7,7 @@ import pytest
 from small import small_recipe, small_source
 from tiny import tiny_recipe
 
-from keys35.errors import BudgetError, RecipeError
+from keys35.errors import BudgetError, RecipeError, ResumeError
 from keys35.progress import Progress
 from keys35.recipe import load_recipe
 from keys35.stages.ablate import Variant, ablate, load_variants, vary
@@ -129,6 +129,11 @@ def test_a_row_of_something_else_is_none(source, tmp_path, monkeypatch):
     assert rows(other, small_recipe()) == (0, ["default"])
     assert rows(source, small_recipe(seed=3)) == (0, ["default"])
     assert rows(source, small_recipe(), replace(DEFAULT, sets=("allocation",))) == (0, ["default"])
+    [kept] = (tmp_path / "work/rows").iterdir()
+    kept.write_text("[1]")
+    with pytest.raises(ResumeError, match=f"{kept.name}: it is no object; delete it and run the same command again"):
+        rows(source, small_recipe())
+    kept.unlink()
     text = ablate(source, small_recipe(seed=3), [DEFAULT], tmp_path / "work", Progress(), finished=True)
     assert table(text) == "No row yet of: default.\n"
 

@@ -6,7 +6,7 @@ import pytest
 from small import small_recipe, small_source
 
 from keys35.calibration.text import load_text_set
-from keys35.errors import RecipeError
+from keys35.errors import RecipeError, ResumeError
 from keys35.files.ledger import WHEREABOUTS
 from keys35.stages.job import attach_job, open_job, resume_job
 
@@ -52,3 +52,9 @@ def test_jobs_of_versions_that_did_not_keep_the_folder_go_on(source, tmp_path):
     del facts["folder"]
     path.write_text(json.dumps(facts))
     assert attach_job(tmp_path / "work").text.name == "demo"
+    for broken in ([], {"recipe": facts["recipe"]}, facts | {"source": 3}):
+        path.write_text(json.dumps(broken))
+        with pytest.raises(ResumeError, match="whereabouts.json: .*; begin with `keys35 measure SOURCE"):
+            attach_job(tmp_path / "work")
+        with pytest.raises(ResumeError, match="whereabouts.json"), resume_job(tmp_path / "work"):
+            pass

@@ -183,6 +183,9 @@ def test_another_jobs_checkpoint_is_not_written_over(finished, tmp_path, key):
     (tmp_path / "KEYS35_QUALITY.json").write_text("{}")
     with resume_job(finished.work) as job, pytest.raises(PlanError, match="another job's checkpoint"):
         assemble(job, tmp_path, Progress())
+    (tmp_path / "KEYS35_ASSEMBLY_REPORT.json").write_text('{"recipe": []}')
+    with resume_job(finished.work) as job, pytest.raises(PlanError, match="'recipe' is no object; choose an empty"):
+        assemble(job, tmp_path, Progress())
 
 
 def test_foreign_files_in_the_output_are_refused(finished, tmp_path):
