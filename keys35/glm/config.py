@@ -1,7 +1,7 @@
 """The part of a glm_moe_dsa config.json that decides tensors and arithmetic, refused where unsupported."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 from keys35.errors import SourceError
 
 MODEL_TYPE = "glm_moe_dsa"
+ENCODED = (".trellis", ".suh", ".svh")
 MTP_HIDDEN = ("pre_norm", "post_norm")
 MOST_EXPERTS = 1 << 17  # over all layers; GLM-5.3 has 19,456
 
@@ -76,7 +77,7 @@ class GlmConfig:
             raise SourceError(f"config.json has text_config = {config!r}; expected an object")
         _refuse_unsupported(config)
         rope = config.get("rope_parameters") or config
-        eos, longest = config.get("eos_token_id"), config.get("max_position_embeddings")
+        longest = config.get("max_position_embeddings")
         values = {
             **{name: _positive_int(config, name) for name in _INTEGERS},
             "num_nextn_predict_layers": _positive_int(config, "num_nextn_predict_layers", default=0),
@@ -87,7 +88,7 @@ class GlmConfig:
             "rope_theta": _number(rope, "rope_theta"),
             "tie_word_embeddings": bool(config.get("tie_word_embeddings") or False),
             "mtp_hidden": mtp_hidden or config.get("mtp_hidden") or "post_norm",
-            "eos_token_ids": tuple(eos if isinstance(eos, list) else [] if eos is None else [eos]),
+            "eos_token_ids": _eos_token_ids(config),
             "max_position_embeddings": longest and _positive_int(config, "max_position_embeddings"),
         }
         if values["mtp_hidden"] not in MTP_HIDDEN:
@@ -164,11 +165,15 @@ def refuse_other_architectures(root: Path) -> None:
         refuse_encoded(config, root)
 
 
-def refuse_encoded(config: Mapping[str, Any], root: Path) -> None:
-    """Refuse (SourceError) an EXL3 checkpoint in its source's place: scored against itself, it would lose nothing."""
+def refuse_encoded(config: Mapping[str, Any], root: Path, names: Iterable[str] = ()) -> None:
+    """Refuse (SourceError) an EXL3 checkpoint in its source's place: scored against itself, it would lose nothing.
+
+    names: its tensors', where its shards were opened; a config.json may have lost its quantization block.
+    """
     block = config.get("quantization_config")
-    if isinstance(block, Mapping) and block.get("quant_method") == "exl3":
-        raise SourceError(f"{root} is itself an EXL3 checkpoint, says its config.json; give the one it was made from")
+    said = "config.json" if isinstance(block, Mapping) and block.get("quant_method") == "exl3" else ""
+    if said := said or next((name for name in names if name.endswith(ENCODED)), ""):
+        raise SourceError(f"{root} is itself an EXL3 checkpoint, as its {said} tells; give the one it was made from")
 
 
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
@@ -201,6 +206,15 @@ def _number(config: Mapping[str, Any], key: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise SourceError(f"config.json has {key} = {value!r}; expected a positive number")
     return float(value)
+
+
+def _eos_token_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """The first of them ends every document that is read: any other number would be looked up in the embedding."""
+    value, size = config.get("eos_token_id"), _positive_int(config, "vocab_size")
+    found = value if isinstance(value, list) else [] if value is None else [value]
+    if any(isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < size for token in found):
+        raise SourceError(f"config.json has eos_token_id = {value!r}; expected token ids below vocab_size = {size}")
+    return tuple(found)
 
 
 def _layer_list(config: Mapping[str, Any], key: str, legal: tuple[str, ...]) -> tuple[str, ...]:

@@ -48,6 +48,12 @@ class RankGroup:
                 command, stdout=output, stderr=subprocess.STDOUT, env=_environment(), start_new_session=True
             )
 
+    def check(self) -> None:
+        """Raise RankError, saying why, if they have ended although nobody gave them jobs."""
+        code = self._process.poll()
+        if code is not None:
+            raise RankError(_failure(self.folder, self.tp, code))
+
     def give(self, jobs: Sequence[RankJob]) -> None:
         """Let them start on jobs, in order; they end after the last one."""
         save_jobs(self.folder / JOBS, jobs)

@@ -7,9 +7,10 @@ from typing import Any
 
 from keys35.errors import PlanError, RankError, SourceError
 from keys35.files.atomic import read_json
+from keys35.files.forms import OBJECT, read_formed
 from keys35.files.source import ShardedSource
-from keys35.glm.config import GlmConfig
-from keys35.glm.names import check_tp
+from keys35.glm.config import GlmConfig, refuse_encoded
+from keys35.glm.names import check_tp, match_source
 from keys35.runtime.group import RankGroup
 from keys35.runtime.panel import Panel
 from keys35.runtime.rank import RankJob, checkpoint_of, choose_device, run_job
@@ -218,7 +219,19 @@ class Running:
 def check_ranks(checkpoint: Path | str, tp: int) -> None:
     """Refuse (PlanError) an impossible split from the config alone, before any process starts."""
     config = checkpoint_of(checkpoint, 0) / "config.json"
-    check_tp(GlmConfig.from_dict(read_json(config, SourceError, "give a checkpoint's folder")), tp)
+    check_tp(GlmConfig.from_dict(read_formed(config, OBJECT, SourceError, "give a checkpoint's folder")), tp)
+
+
+def open_reference(root: Path, mtp_hidden: str | None) -> tuple[ShardedSource, GlmConfig]:
+    """Open what a checkpoint is judged against, from headers alone; FP8 may be judged against BF16.
+
+    Raises SourceError for one that is itself encoded, or whose tensors are not those of its config.
+    """
+    source = ShardedSource.open(root, fp8=None)
+    refuse_encoded(source.config, root, source.tensors)
+    config = GlmConfig.from_dict(source.config, mtp_hidden=mtp_hidden)
+    match_source(config, {name: (tensor.entry.dtype, tensor.entry.shape) for name, tensor in source.tensors.items()})
+    return source, config
 
 
 def check_judged(checkpoint: Path, tp: int, reference: Path, vocabulary: int) -> None:

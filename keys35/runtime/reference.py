@@ -5,6 +5,7 @@ again are exact where stored 16-bit logits are not.
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ import torch
 from torch import Tensor
 
 from keys35.errors import RankError, ResumeError, SourceError
-from keys35.files.atomic import load_tensors, read_json, require_space, save_tensors, sha256_file, write_json
+from keys35.files.atomic import load_tensors, require_space, save_tensors, sha256_file, write_json
+from keys35.files.forms import OBJECT, read_formed
 from keys35.files.headers import read_header
 from keys35.files.source import ShardedSource
+from keys35.glm.block import sum_shares
 from keys35.glm.names import FINAL_NORM, HEAD, rank_range
 from keys35.glm.stream import Head, embed, mtp, trunk
 from keys35.glm.weights import WeightStore
@@ -25,7 +28,15 @@ from keys35.runtime.panel import Panel
 log = logging.getLogger(__name__)
 
 LOGIT_ROWS = 256
+FACTS = "reference.json"
 _AGAIN = "delete the reference folder and make it again"
+_TEXT = {"type": "string"}
+_FORM = {
+    "type": "object", "required": ["panel", "states", "eps", "tokens", "noise", "sha256", "head_sha256"],
+    "properties": {"states": {"type": "array", "items": _TEXT}, "eps": {"type": "number"}, "head_sha256": _TEXT,
+                   "noise": {"anyOf": [{"type": "null"}, {"type": "object", "required": ["kl", "changed_top1"]}]},
+                   "sha256": {"type": "array", "items": _TEXT}},
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -38,11 +49,12 @@ class Reference:
     @classmethod
     def open(cls, root: Path, panel: Panel) -> "Reference":
         """Open a reference; RankError when it is damaged or belongs to another panel."""
-        facts = read_json(root / "reference.json", RankError, _AGAIN)
+        facts = read_formed(root / FACTS, _FORM, RankError, _AGAIN)
         if facts["panel"] != panel.fingerprint:
             raise RankError(f"{root} was made for another panel than '{panel.name}'; {_AGAIN}")
-        if facts["head_sha256"] != sha256_file(root / "head.safetensors"):
-            raise RankError(f"{root}/head.safetensors was changed; {_AGAIN}")
+        head = root / "head.safetensors"
+        if not head.is_file() or facts["head_sha256"] != sha256_file(head):
+            raise RankError(f"{head} is missing or was changed; {_AGAIN}")
         return cls(root, facts)
 
     def states(self, window: int) -> dict[str, Tensor]:
@@ -66,30 +78,33 @@ class Reference:
         return {key: Head(norm, weight, self.facts["eps"]) for key, norm in norms.items()}
 
 
-def make_reference(store: WeightStore, panel: Panel, root: Path, *, repeat: bool = True) -> Reference:
+def make_reference(
+    store: WeightStore, panel: Panel, root: Path, *, repeat: bool = True, watch: Callable[[], None] | None = None
+) -> Reference:
     """Stream the source over the panel and keep its final states; `repeat` does it twice for a noise floor.
 
     An existing reference of the same source and panel is reused. PlanError if the disk has no room for it, SourceError
     if the source gives values that are not finite: every number would be NaN. The noise floor is the mean KL and the
     share of changed top-1 tokens between two passes of the same weights: a smaller difference is not a difference.
+    `watch` is called many times on the way, and may raise.
     """
     panel.check_vocabulary(store.config.vocab_size)
     store = store.in_shares()
     wanted = _identity(store, panel)
-    if (root / "reference.json").exists():
-        facts = read_json(root / "reference.json", RankError, _AGAIN)
+    if (root / FACTS).exists():
+        facts = read_formed(root / FACTS, OBJECT, RankError, _AGAIN)
         if all(facts.get(key) == value for key, value in wanted.items()):
-            return Reference(root, facts)
-    for stale in [root / "reference.json", *root.glob("*.safetensors")]:
+            return Reference.open(root, panel)
+    for stale in [root / FACTS, *root.glob("*.safetensors")]:
         stale.unlink(missing_ok=True)
     require_space(root, _needed(store, panel))  # known before the source is streamed
     root.mkdir(parents=True, exist_ok=True)
     heads = _heads(store)
-    states = _pass(store, panel)
+    states = _pass(store, panel, watch)
     _refuse_infinite(store, panel, states)
     hashes = [save_tensors(_window_file(root, window), tensors) for window, tensors in enumerate(states)]
     head = save_tensors(root / "head.safetensors", heads)
-    noise = _noise(store, panel, states, _pass(store, panel)) if repeat else None
+    noise = _noise(store, panel, states, _pass(store, panel, watch)) if repeat else None
     facts = wanted | {
         "states": sorted(states[0]),
         "eps": store.config.rms_norm_eps,
@@ -98,7 +113,7 @@ def make_reference(store: WeightStore, panel: Panel, root: Path, *, repeat: bool
         "sha256": hashes,
         "head_sha256": head,
     }
-    write_json(root / "reference.json", facts)
+    write_json(root / FACTS, facts)
     log.info("reference of %d tokens in %s, noise floor %s", panel.token_count, root, noise)
     return Reference(root, facts)
 
@@ -123,12 +138,17 @@ def _needed(store: WeightStore, panel: Panel) -> int:
     return 4 * rows * config.hidden_size + head.nbytes
 
 
-def _pass(store: WeightStore, panel: Panel) -> list[dict[str, Tensor]]:
+def _pass(store: WeightStore, panel: Panel, watch: Callable[[], None] | None = None) -> list[dict[str, Tensor]]:
+    def reduce(shares: Tensor) -> Tensor:
+        if watch:
+            watch()
+        return sum_shares(shares)
+
     embedded = embed(store, panel.tokens)
-    hidden = trunk(store, embedded)
+    hidden = trunk(store, embedded, reduce=reduce)
     states = [{"hidden": x.float().cpu()} for x in hidden]
     if store.config.num_nextn_predict_layers:
-        for window, x in zip(states, mtp(store, hidden, embedded), strict=True):
+        for window, x in zip(states, mtp(store, hidden, embedded, reduce=reduce), strict=True):
             window["mtp"] = x.float().cpu()
     return states
 

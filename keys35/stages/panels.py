@@ -16,10 +16,9 @@ from keys35.errors import PlanError
 from keys35.files.atomic import write_json
 from keys35.files.ledger import held
 from keys35.files.source import ShardedSource
-from keys35.glm.config import GlmConfig, refuse_encoded
 from keys35.glm.weights import WeightStore
 from keys35.progress import Progress
-from keys35.runtime.launch import PanelResult, PanelRun, check_judged, run_panels
+from keys35.runtime.launch import PanelResult, PanelRun, check_judged, open_reference, run_panels
 from keys35.runtime.panel import Panel
 from keys35.runtime.rank import choose_device
 from keys35.runtime.reference import make_reference
@@ -85,9 +84,7 @@ def score(
     Raises RankError, SourceError, PlanError, of what is wrong with a checkpoint before the source is streamed, and
     ResumeError when another process uses `scratch`.
     """
-    source = ShardedSource.open(reference, fp8=None)
-    refuse_encoded(source.config, reference)
-    config = GlmConfig.from_dict(source.config, mtp_hidden=mtp_hidden)
+    source, config = open_reference(reference, mtp_hidden)
     _refuse_longer(panel, reference, config.max_position_embeddings)
     for path in checkpoints:
         check_judged(path, tp, reference, config.vocab_size)

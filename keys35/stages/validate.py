@@ -1,7 +1,7 @@
 """Validate: what a finished checkpoint lost against its BF16 source, as the tensor-parallel runtime sees it."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +12,10 @@ from keys35.calibration.windows import WindowMaker, shares
 from keys35.errors import ContractError, PlanError, RankError, RecipeError
 from keys35.exl3.viterbi import backend_device
 from keys35.files.atomic import load_tensors, read_json, write_json
+from keys35.files.forms import OBJECT, read_formed
 from keys35.files.ledger import held
 from keys35.files.source import ShardedSource
-from keys35.glm.config import GlmConfig, refuse_encoded
+from keys35.glm.config import GlmConfig
 from keys35.glm.weights import WeightStore
 from keys35.progress import Progress
 from keys35.recipe import Recipe, stored_recipe
@@ -25,12 +26,13 @@ from keys35.runtime.launch import (
     PanelRun,
     Running,
     check_judged,
+    open_reference,
     panel_jobs,
     panel_results,
     run_panels,
 )
 from keys35.runtime.panel import Panel
-from keys35.runtime.reference import make_reference
+from keys35.runtime.reference import FACTS, make_reference
 
 LOGIT_TOLERANCE, KL_TOLERANCE = 1e-3, 1e-5
 _PANELS: dict[tuple, Panel] = {}  # the last one: a run asks for its panel four times
@@ -38,7 +40,7 @@ _PANELS: dict[tuple, Panel] = {}  # the last one: a run asks for its panel four 
 
 def recipe_of(out: Path) -> Recipe:
     """The recipe a finished checkpoint was made by, from its report; raises ContractError if that cannot be read."""
-    report = read_json(out / REPORT, ContractError, "it is no keys35 checkpoint, or its report is damaged")
+    report = read_formed(out / REPORT, OBJECT, ContractError, "it is no keys35 checkpoint, or its report is damaged")
     return stored_recipe(report.get("recipe"), ContractError, out / REPORT)
 
 
@@ -83,20 +85,19 @@ class Validation:
         self, out: Path, reference: Path, recipe: Recipe, tp: int, scratch: Path, group: RankGroup | None,
         progress: Progress,
     ) -> None:
-        """Make the reference and give the ranks their jobs."""
+        """Make the reference and give the ranks their jobs; a rank that has died meanwhile is told of at once."""
         _require_writable(out)
-        source = ShardedSource.open(reference, fp8=None)  # what FP8 lost may be judged against BF16
-        refuse_encoded(source.config, reference)
-        config = GlmConfig.from_dict(source.config, mtp_hidden=recipe.mtp.hidden)
+        source, config = open_reference(reference, recipe.mtp.hidden)
         check_judged(out, tp, reference, config.vocab_size)
         store = WeightStore(source, config, device=backend_device(recipe.encoder.backend))
         self.out, self.tp, self.scratch, self.hidden = out, tp, scratch, recipe.mtp.hidden
         self.panel, self.set = _panel_of(out, reference, config, recipe), recipe.panel.set
         self.runs = [PanelRun(self.panel, scratch / "reference", scratch / f"tp-{tp}")]
         for _ in progress.walk("reference", [recipe.panel.set]):
-            make_reference(store, self.panel, scratch / "reference")
+            watch = group.check if group else None
+            make_reference(store, self.panel, scratch / "reference", watch=watch)
             if tp > 1:
-                self.runs.append(_few_windows(store, self.panel, scratch / "against-one", tp))
+                self.runs.append(_few_windows(store, self.panel, scratch / "against-one", tp, watch))
         self.running = Running(panel_jobs(out, self.runs, mtp_hidden=self.hidden), tp, group)
 
     def finish(self, progress: Progress) -> dict[str, Any]:
@@ -128,7 +129,7 @@ def _quality(done: Validation, scored: PanelResult, against: dict[str, float] | 
             "windows": len(done.panel.tokens),
             "tokens": done.panel.token_count,
         },
-        "noise_floor": read_json(done.scratch / "reference" / "reference.json")["noise"],
+        "noise_floor": read_json(done.scratch / "reference" / FACTS)["noise"],
         "metrics": scored.metrics,
         "tp": done.tp,
         "ranks": [{"rank": r["rank"], "bytes_read": r["bytes_read"], **r["bytes_by_class"]} for r in scored.ranks],
@@ -137,7 +138,9 @@ def _quality(done: Validation, scored: PanelResult, against: dict[str, float] | 
     }
 
 
-def _few_windows(store: WeightStore, panel: Panel, proof: Path, tp: int) -> PanelRun:
+def _few_windows(
+    store: WeightStore, panel: Panel, proof: Path, tp: int, watch: Callable[[], None] | None
+) -> PanelRun:
     """One window of each domain, on which the ranks are held against one process.
 
     In float64: in float32 a near-tie in routing or sparse selection can fall either way with the order of a sum, and
@@ -146,7 +149,7 @@ def _few_windows(store: WeightStore, panel: Panel, proof: Path, tp: int) -> Pane
     first = [panel.domains.index(domain) for domain in dict.fromkeys(panel.domains)]
     few = Panel.of(f"{panel.name}, a window of each domain", [panel.tokens[i] for i in first],
                    [panel.domains[i] for i in first])
-    make_reference(store, few, proof / "reference", repeat=False)
+    make_reference(store, few, proof / "reference", repeat=False, watch=watch)
     return PanelRun(few, proof / "reference", proof / str(tp), dtype="float64", save_logits=True)
 
 

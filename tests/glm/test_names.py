@@ -148,6 +148,7 @@ def test_a_tied_head_is_read_from_the_embedding():
         {"first_k_dense_replace": 2}, {"kv_lora_rank": 0},
         {"rms_norm_eps": None}, {"num_experts_per_tok": 9}, {"mtp_hidden": "middle"},
         {"n_routed_experts": 10**9}, {"num_nextn_predict_layers": 10**9}, {"n_routed_experts": 10**30},
+        {"eos_token_id": {}}, {"eos_token_id": [0, "x"]}, {"eos_token_id": -1}, {"eos_token_id": [2048]},
     ],
 )  # fmt: skip
 def test_unsupported_configs_are_refused_by_name(change):

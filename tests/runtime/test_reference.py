@@ -1,3 +1,4 @@
+import json
 import os
 import shutil
 
@@ -71,6 +72,24 @@ def test_a_lost_window_says_what_brings_it_back(reference, panel, tmp_path):
     copy = Reference.open(tmp_path / "copy", panel)
     with pytest.raises(RankError, match="window-00001.safetensors is missing.*delete the reference folder"):
         copy.states(1)
+
+
+def test_facts_that_are_none_say_what_brings_them_back(reference, panel, source_store, tmp_path):
+    """Whole JSON that is no object, or lacks something, was a traceback."""
+    copy = shutil.copytree(reference.root, tmp_path / "copy")
+    facts = json.loads((copy / "reference.json").read_text())
+    lacks = {key: value for key, value in facts.items() if key != "noise"}
+    for value, words in (([], "it is no object"), (lacks, "it lacks noise"), (facts | {"sha256": 1}, "'sha256' is no")):
+        (copy / "reference.json").write_text(json.dumps(value))
+        with pytest.raises(RankError, match=f"reference.json: {words}.*; delete the reference folder"):
+            make_reference(source_store, panel, copy)
+    (copy / "reference.json").write_text(json.dumps(facts))
+    (copy / "head.safetensors").unlink()
+    with pytest.raises(RankError, match="head.safetensors is missing or was changed; delete the reference folder"):
+        make_reference(source_store, panel, copy)
+    (tmp_path / "panel.json").write_text('{"name": "a", "windows": [{"domain": "b", "tokens": ["c"]}]}')
+    with pytest.raises(RankError, match="panel.json: entry 0 is no integer; make the panel again"):
+        Panel.load(tmp_path / "panel.json")
 
 
 def test_vocabulary_shares_of_the_heads_compose(reference):

@@ -2,16 +2,20 @@
 
 import json
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from keys35.demo import MODEL
-from keys35.errors import Keys35Error, PlanError, RecipeError, SourceError
+from keys35.errors import ContractError, Keys35Error, PlanError, RankError, RecipeError, SourceError
+from keys35.glm.stream import trunk
 from keys35.progress import Progress
 from keys35.recipe import load_recipe
-from keys35.stages.validate import validate
+from keys35.runtime.group import RankGroup
+from keys35.stages.validate import recipe_of, validate
 
 
 def test_a_checkpoint_on_a_disk_that_is_only_read(tmp_path: Path) -> None:
@@ -51,6 +55,50 @@ def test_a_checkpoint_that_cannot_be_scored_is_refused_before_the_source_is_stre
         validate(out, MODEL, load_recipe("demo"), tp, tmp_path / "scratch", Progress())
 
 
+def test_a_reference_that_is_not_its_configs_is_refused_before_it_is_streamed(
+    tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layer after layer was read until a product failed, by a traceback; and a checkpoint that had lost its block of
+    quantization was taken for BF16, of which it then lost nothing."""
+    def too_late(*_: object, **__: object) -> None:
+        raise AssertionError("the source is streamed")
+
+    monkeypatch.setattr("keys35.stages.validate.make_reference", too_late)
+    other, stripped = (Path(shutil.copytree(root, tmp_path / root.name)) for root in (MODEL, tiny.out))
+    for root, change in ((other, {"moe_intermediate_size": 256}), (stripped, {"quantization_config": None})):
+        config = root / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    for root, words in ((other, "does not match its config"), (stripped, "EXL3 checkpoint, as its .*trellis tells")):
+        with pytest.raises(SourceError, match=words):
+            validate(tmp_path, root, load_recipe("demo"), 1, tmp_path / "scratch", Progress())
+
+
+def test_a_rank_that_dies_while_the_reference_is_made_is_told_of_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was told of when the source had been streamed twice."""
+    made, passes = [], []
+
+    class Group(RankGroup):
+        def __init__(self, *args: object, **options: object) -> None:
+            super().__init__(*args, **options)
+            made.append(self)
+
+    def slow(*args: object, **options: object) -> list[Tensor]:
+        passes.append(1)
+        made[0]._process.send_signal(signal.SIGKILL)
+        made[0]._process.wait()
+        return trunk(*args, **options)
+
+    monkeypatch.setattr("keys35.stages.validate.RankGroup", Group)
+    monkeypatch.setattr("keys35.runtime.reference.trunk", slow)
+    recipe = load_recipe("demo")
+    recipe = recipe.model_copy(update={"panel": recipe.panel.model_copy(update={"window": 32, "windows": 2})})
+    with pytest.raises(RankError, match="torchrun, which starts the ranks, was killed by signal 9"):
+        validate(Path(shutil.copytree(MODEL, tmp_path / "out")), MODEL, recipe, 2, tmp_path / "scratch", Progress())
+    assert len(passes) == 1
+
+
 def test_a_panel_of_the_makers_own_is_looked_for_in_another_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,3 +114,10 @@ def test_a_panel_of_the_makers_own_is_looked_for_in_another_folder(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(pytest.skip.Exception):
         validate(MODEL, MODEL, recipe, 1, tmp_path / "scratch", Progress())
+
+
+def test_a_report_that_is_no_report_is_refused(tmp_path: Path) -> None:
+    """Whole JSON that is no object was a traceback."""
+    (tmp_path / "KEYS35_ASSEMBLY_REPORT.json").write_text("[]")
+    with pytest.raises(ContractError, match="KEYS35_ASSEMBLY_REPORT.json: it is no object; it is no keys35 checkpoint"):
+        recipe_of(tmp_path)
