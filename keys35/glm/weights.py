@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from keys35.errors import SourceError
 from keys35.exl3.linear import decode_weight
 from keys35.exl3.packed import PackedLinears, codebook_of
 from keys35.files.source import ShardedSource
@@ -89,6 +90,7 @@ class WeightStore:
         return weight[: rule.in_features, : rule.out_features].T.to(self.dtype)
 
     def _read(self, rule: TensorRule, part: str, name: str) -> Tensor:
+        self._refuse_shape(rule, part, name)
         axis, before = split_axis(rule, part), self.source.bytes_read
         if axis is None or self.tp == 1:
             value = self.source.read(name, pinned=self.device.type == "cuda")
@@ -99,6 +101,18 @@ class WeightStore:
         self.read[rule.role] += count
         self.read["replicated" if axis is None else "sharded"] += count
         return value.to(self.device)
+
+    def _refuse_shape(self, rule: TensorRule, part: str, name: str) -> None:
+        """A config.json of another model, say: its products would fail, or be of the wrong numbers."""
+        if name not in self.source.tensors:
+            return  # which reading says
+        shape = self.source.tensors[name].entry.shape
+        fits = shape == rule.shape
+        if part == "trellis":
+            fits = len(shape) == 3 and shape[0] * 16 >= rule.in_features and shape[1] * 16 >= rule.out_features
+        if part in ("weight", "trellis") and not fits:
+            raise SourceError(f"{self.source.root}: {name} has shape {list(shape)}, which is not what its config.json "
+                              f"asks for ({list(rule.shape)}); fetch or assemble the checkpoint again")
 
 
 class StoredLayer:

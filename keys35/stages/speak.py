@@ -9,7 +9,7 @@ from typing import Any
 
 from keys35.calibration.windows import read_tokenizer
 from keys35.errors import RankError, SourceError, UsageError
-from keys35.files.atomic import read_json
+from keys35.files.forms import OBJECT, read_formed
 from keys35.glm.config import GlmConfig
 from keys35.runtime.launch import run_generate
 
@@ -45,8 +45,13 @@ def reply(checkpoint: Path, prompt: str, tokens: int, tp: int, **options: Any) -
 def rates(checkpoint: Path, prompt: int, tokens: int, tp: int, **options: Any) -> dict[str, Any]:
     """Prefill and decode tokens a second of each rank, on a prompt of tokens from all over the vocabulary.
 
-    Not stopped by the end of the model's text, which may come at once.
+    Not stopped by the end of the model's text, which may come at once. Raises UsageError for more tokens than the model
+    was made for: it would answer, and as slowly as no text of its own.
     """
+    room = _room(checkpoint, prompt)
+    if room is not None and tokens > room:
+        raise UsageError(f"a prompt of {prompt:,} tokens leaves room for {room:,} more, {tokens:,} were asked for: "
+                         f"{checkpoint} was made for texts of at most {prompt + room:,} (max_position_embeddings)")
     size = _config(checkpoint).vocab_size
     ids = [(7919 * position + 11) % size for position in range(prompt)]
     with _folder() as scratch:
@@ -79,7 +84,8 @@ def _room(checkpoint: Path, prompt: int) -> int | None:
 
 
 def _config(checkpoint: Path) -> GlmConfig:
-    return GlmConfig.from_dict(read_json(checkpoint / "config.json", SourceError, "give a checkpoint's folder"))
+    path, remedy = checkpoint / "config.json", "give a checkpoint's folder"
+    return GlmConfig.from_dict(read_formed(path, OBJECT, SourceError, remedy))
 
 
 def _rates(ranks: tuple[dict[str, Any], ...]) -> list[dict[str, Any]]:

@@ -233,6 +233,19 @@ def test_a_bench_goes_on_where_a_reply_ends(tmp_path):
     assert found["new_tokens"] == 4 and found["ranks"][0]["decode_tokens_s"] > 0
 
 
+def test_a_config_of_another_model_is_refused(tmp_path):
+    """A product of matrices that do not fit was a traceback; a config.json that is no object, too."""
+    other = Path(shutil.copytree(MODEL, tmp_path / "other"))
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"q_lora_rank": 256}))
+    with pytest.raises(SourceError, match=r"q_a_proj.weight has shape \[128, 128\], .*asks for \(\[256, 128\]\)"):
+        command("bench", str(other), "--prompt", "3", "--tokens", "2")
+    (other / "config.json").write_text("[]")
+    for words in (["generate", str(other), "a"], ["bench", str(other)]):
+        with pytest.raises(SourceError, match="config.json: it is no object; give a checkpoint's folder"):
+            command(*words)
+
+
 def test_prompts_that_no_model_can_read_are_refused(tmp_path):
     for prompt, words in (("", "the prompt is empty"), ("caf\udce9", "the prompt is not UTF-8")):
         with pytest.raises(UsageError, match=words):
@@ -243,6 +256,11 @@ def test_prompts_that_no_model_can_read_are_refused(tmp_path):
     assert command("generate", str(short), "The old house stood")["tokens"] <= 12
     with pytest.raises(UsageError, match="the prompt has [0-9]+ tokens, .*short was made for texts of at most 12"):
         command("generate", str(short), "The old house stood " * 3)
+    for prompt, tokens, words in (("12", "2", "the prompt has 12 tokens, .*at most 12"),
+                                  ("9", "4", "9 tokens leaves room for 3 more, 4 were asked .*at most 12")):
+        with pytest.raises(UsageError, match=words):
+            command("bench", str(short), "--prompt", prompt, "--tokens", tokens)
+    assert command("bench", str(short), "--prompt", "9", "--tokens", "3")["new_tokens"] == 3
     with pytest.raises(SourceError, match="no-such/tokenizer.json is missing; give the folder of a checkpoint"):
         command("generate", str(tmp_path / "no-such"), "The old house")
     other = Path(shutil.copytree(MODEL, tmp_path / "other"))
