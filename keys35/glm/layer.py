@@ -44,11 +44,7 @@ def decoder_layer(
     """
     block = Block(config, layer, weights, observer or Observer(), reduce)
     states, chosen, places = _attended(block, windows, selections, caches)
-    lengths, rows = [len(x) for x in states], torch.cat(states)
-    states.clear()  # their rows are the most of what a pass needs beside the weights
-    h = block.norm("post_attention_layernorm", rows)
-    rows += feed_forward(block, h, torch.cat(places)).to(rows.dtype)
-    return list(rows.split(lengths)), chosen
+    return _fed(block, states, places), chosen
 
 
 @torch.no_grad()
@@ -65,6 +61,22 @@ def behind_attention(
     block = Block(config, layer, weights, observer or Observer(), sum_shares)
     states, chosen, _ = _attended(block, windows, selections, None)
     return states, chosen
+
+
+@torch.no_grad()
+def behind_mlp(
+    config: GlmConfig,
+    layer: int,
+    weights: LayerWeights,
+    windows: Sequence[Tensor],
+    selections: Sequence[Tensor | None],
+    *,
+    observer: Observer | None = None,
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """The other half: the layer's states, from those (S, d) behind its attention; the selections are passed on."""
+    block = Block(config, layer, weights, observer or Observer(), sum_shares)
+    places = [_places(range(index, index + 1), 0, len(x)) for index, x in enumerate(windows)]
+    return _fed(block, list(windows), places), list(selections)
 
 
 @torch.no_grad()
@@ -116,6 +128,15 @@ def _attended(
         chosen += [None] * len(run) if selection is None else selection.unbind()
         places.append(where)
     return states, chosen, places
+
+
+def _fed(block: Block, states: list[Tensor], places: Sequence[Tensor]) -> list[Tensor]:
+    """States (S, d) behind the MLP, from those behind attention, which the list loses."""
+    lengths, rows = [len(x) for x in states], torch.cat(states)
+    states.clear()  # their rows are the most of what a pass needs beside the weights
+    h = block.norm("post_attention_layernorm", rows)
+    rows += feed_forward(block, h, torch.cat(list(places))).to(rows.dtype)
+    return list(rows.split(lengths))
 
 
 def _stacked(

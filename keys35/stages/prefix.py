@@ -1,16 +1,16 @@
 """The quantized prefix: every linear encoded on the inputs that the linears encoded before it give.
 
 Two streams of states go through the layers for the fit windows, the source's and that of the encoded model. A layer's
-dense linears are encoded here, in the order in which the stream meets them; its experts by the workers, on rows left
-for them; then both streams advance. Each linear is fitted to give on the second stream what the source's gives on the
-first (`keys35.calibration.correction`), and one whose output is added to the state to leave the source's state: it
-makes up for what the second stream lacks by then.
+dense linears are encoded here, in the order in which the stream meets them, which takes both streams behind attention;
+its experts by the workers, on rows left for them; then both streams advance (`keys35.stages.shared`). Each linear is
+fitted to give on the second stream what the source's gives on the first (`keys35.calibration.correction`), and one
+whose output is added to the state to leave the source's state: it makes up for what the second stream lacks by then.
 """
 
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -34,39 +34,49 @@ from keys35.stages.expert_encoding import PrefixRows, at_hand
 from keys35.stages.experts import Shelf
 from keys35.stages.job import Job
 from keys35.stages.spans import Spans
+from keys35.stages.states import States
 from keys35.stages.streams import (
+    FIRST_HALF,
     QUANTIZED,
     SHARED,
     SOURCE,
+    STREAMS,
     PairedRows,
     Streams,
+    forget_streams_before,
     halves,
+    keep_attended,
     lacking,
     paired_rows,
+    prefix_rows_file,
     require_finite,
     states_before,
+    through,
     windows_at_once,
 )
-from keys35.stages.units import dense_file, dense_unit, layer_name
+from keys35.stages.units import dense_file, dense_unit
 
 LEAST_WEIGHT = 1e-6  # a token that its router gives nothing has no share to be divided by
 IN_ORDER = (
     ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
     ("self_attn.q_b_proj", "self_attn.indexer.wq_b"),
-    ("self_attn.o_proj",),
 )
-"""Attention's linears as a stream meets them; those of a group have the same input. The last writes to the state."""
+"""Attention's linears as a stream meets them, before it mixes values; those of a group have the same input."""
+MIXED = "self_attn.o_proj"
+"""The one behind them, which writes to the state."""
 PASSED_ON = "source", "missing", "half", "hessian"
 """Of `PrefixRows`, beside the rows of the quantized stream."""
 
 
 def encode_behind_prefix(
-    job: Job, layer: int, windows: Windows, allocation: dict[int, list[float]], shelf: Shelf | None = None
+    job: Job, layer: int, windows: Windows, allocation: dict[int, list[float]], shelf: Shelf | None = None,
+    handed: dict[int, Streams] | None = None,
 ) -> Callable[[], None]:
     """A layer's dense linears one after another, and the rows that its experts are encoded on.
 
     The files are written in the background, and the unit is finished when they are: what is returned waits for that. A
-    shelf gets the rows for whoever encodes on them in this process.
+    shelf gets the rows for whoever encodes on them in this process; handed gets, by layer, both streams behind its
+    attention, for `finish_layer`, and they are kept on disk, too. None: that is not to come.
     """
     spent = Spans(job.device)
     with spent("reading"):
@@ -74,16 +84,7 @@ def encode_behind_prefix(
         # Not sooner: making states may have needed another layer's. Its experts are the workers' to read.
         weights = layer_weights(job, job.store, layer, experts=False)
     encoder = _DenseEncoder(job, layer, weights, spent)
-    for modules in IN_ORDER:
-        if any(encoder.has(module) for module in modules):
-            with spent("forward"):
-                sums = _watched(job, layer, modules[0], streams, weights, encoder.weights)
-            encoder.encode(modules, sums)
-    with spent("forward"):
-        passing = {SOURCE: weights, QUANTIZED: encoder.weights}
-        streams = {name: states.advance(job.config, layer, passing[name], job.device, job.tokens_at_once,
-                                        in_place=True, through=behind_attention) for name, states in streams.items()}
-    require_finite(layer, streams)
+    streams = _behind_attention(job, layer, streams, weights, encoder, spent)
     hessian, rows = _encode_mlp(job, layer, streams, encoder), None
     if job.config.is_moe(layer):
         with spent("forward"):
@@ -91,16 +92,27 @@ def encode_behind_prefix(
             if shelf is not None:
                 shelf.rows[layer] = at_hand(job, rows)
     job.work.log("dense-time", unit=dense_unit(layer), seconds=spent.facts())
-    return saving(job, dense_unit(layer), "dense-saved", partial(_save, job, layer, encoder.encoded, rows))
+    attended = None
+    if handed is not None:
+        attended = handed[layer] = streams
+    return saving(job, dense_unit(layer), "dense-saved", partial(_save, job, layer, encoder.encoded, rows, attended))
 
 
-def _save(job: Job, layer: int, encoded: dict[str, EncodedLinear], rows: PrefixRows | None) -> None:
-    """The rows first: the dense linears' receipt declares them done, too."""
-    more = {}
-    if rows is not None:
-        tensors = rows.fit.tensors("fit") | {name: getattr(rows, name) for name in PASSED_ON}
-        more = {"rows_sha256": save_tensors(prefix_rows_file(job, layer), tensors)}
+def _save(
+    job: Job, layer: int, encoded: dict[str, EncodedLinear], rows: PrefixRows | None, attended: Streams | None
+) -> None:
+    """Rows and states first, side by side: the dense linears' receipt declares them done, too."""
+    with ThreadPoolExecutor(2) as pool:
+        parts = {}
+        if rows is not None:
+            tensors = rows.fit.tensors("fit") | {name: getattr(rows, name) for name in PASSED_ON}
+            parts["rows_sha256"] = pool.submit(save_tensors, prefix_rows_file(job, layer), tensors)
+        if attended is not None:
+            parts["attended_sha256"] = pool.submit(keep_attended, job, layer, attended)
+    more = {name: part.result() for name, part in parts.items()}
     save_dense(job, (dense_unit(layer), dense_file(job, layer)), encoded, **more)
+    if attended is not None:
+        forget_streams_before(job, layer)
 
 
 class _DenseEncoder:
@@ -169,22 +181,58 @@ class _Inputs(Observer):
             self._sums.add(source * root, found * root, half, missing)
 
 
+def _behind_attention(
+    job: Job, layer: int, streams: Streams, exact: LayerWeights, encoder: _DenseEncoder, spent: Spans
+) -> Streams:
+    """Both streams behind attention, whose linears are encoded on the way; the states before it are lost."""
+    for modules in IN_ORDER:
+        if any(encoder.has(module) for module in modules):
+            with spent("forward"):
+                sums = _watched(job, layer, modules[0], streams, exact, encoder.weights)
+            encoder.encode(modules, sums)
+    if encoder.has(MIXED):
+        with spent("forward"):
+            sums, source = _mixed(job, layer, streams, exact, encoder.weights)
+        require_finite(layer, {SOURCE: source})
+        encoder.encode((MIXED,), sums)
+    with spent("forward"):
+        if not encoder.has(MIXED):
+            source = through(job, layer, streams[SOURCE], SOURCE, exact, FIRST_HALF)
+        found = through(job, layer, streams[QUANTIZED], QUANTIZED, encoder.weights, FIRST_HALF)
+    return {SOURCE: source, QUANTIZED: found}
+
+
 def _watched(
     job: Job, layer: int, module: str, streams: Streams, exact: LayerWeights, lossy: LayerWeights
 ) -> PairedInputs:
     """What enters a linear of attention in both streams, a few windows at a time."""
-    sums = PairedInputs()
-    name = f"model.layers.{layer}.{module}"
-    last = module in IN_ORDER[-1]
+    sums, name = PairedInputs(), f"model.layers.{layer}.{module}"
     for some in windows_at_once(job, streams[SOURCE]):
-        first = some.start
-        source, found = (streams[stream].part(slice(first, some.stop)) for stream in (SOURCE, QUANTIZED))
-        beside = lacking(job.config, *(part.x.to(job.device).float() for part in (source, found))) if last else None
-        kept = _Inputs(name, first, sums)
-        passes = ((source, exact, kept), (found, lossy, _Inputs(name, first, sums, kept, beside)))
-        for part, weights, observer in passes:
-            part.show_attention(job.config, layer, weights, job.device, job.tokens_at_once, observer, mixed=last)
+        kept = _Inputs(name, some.start, sums)
+        passes = ((SOURCE, exact, kept), (QUANTIZED, lossy, _Inputs(name, some.start, sums, kept)))
+        for stream, weights, observer in passes:
+            part = streams[stream].part(slice(some.start, some.stop))
+            part.show_attention(job.config, layer, weights, job.device, job.tokens_at_once, observer, mixed=False)
     return sums
+
+
+def _mixed(
+    job: Job, layer: int, streams: Streams, exact: LayerWeights, lossy: LayerWeights
+) -> tuple[PairedInputs, States]:
+    """What enters `o_proj` in both streams, and the source's behind attention: nothing of it waits to be encoded.
+
+    The source's states before it are lost, a few windows at a time.
+    """
+    sums, name, onward = PairedInputs(), f"model.layers.{layer}.{MIXED}", []
+    for some in windows_at_once(job, streams[SOURCE]):
+        source, found = (streams[stream].part(slice(some.start, some.stop)) for stream in STREAMS)
+        beside = lacking(job.config, *(part.x.to(job.device).float() for part in (source, found)))
+        kept = _Inputs(name, some.start, sums)
+        onward.append(source.advance(job.config, layer, exact, job.device, job.tokens_at_once, kept, in_place=True,
+                                     through=behind_attention))
+        paired = _Inputs(name, some.start, sums, kept, beside)
+        found.show_attention(job.config, layer, lossy, job.device, job.tokens_at_once, paired, mixed=True)
+    return sums, streams[SOURCE].joined(onward)
 
 
 def _encode_mlp(job: Job, layer: int, streams: Streams, encoder: _DenseEncoder) -> Tensor:
@@ -247,8 +295,3 @@ def prefix_rows(job: Job, layer: int) -> PrefixRows:
     tensors = load_tensors(prefix_rows_file(job, layer), expect_sha256=expected)
     rows = PrefixRows(MoeRows.from_tensors(tensors, "fit"), **{name: tensors[name] for name in PASSED_ON})
     return at_hand(job, rows)
-
-
-def prefix_rows_file(job: Job, layer: int) -> Path:
-    """Inputs of a layer's experts in both streams, kept until they are encoded."""
-    return job.work.path("prefix", f"{layer_name(layer)}-rows.safetensors")

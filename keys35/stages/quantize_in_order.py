@@ -12,10 +12,10 @@ from keys35.stages.dropped import dropped_anywhere, left
 from keys35.stages.experts import Shelf
 from keys35.stages.job import Job
 from keys35.stages.needs import encoded_bytes, prefix_bytes
-from keys35.stages.prefix import encode_behind_prefix, prefix_rows_file
+from keys35.stages.prefix import encode_behind_prefix
 from keys35.stages.schedule import AHEAD, Conclude, Step, carry_out
 from keys35.stages.shared import finish_layer
-from keys35.stages.streams import prefix_states_file
+from keys35.stages.streams import Streams, attended_file, prefix_rows_file, prefix_states_file
 from keys35.stages.units import by_width, dense_unit, encoded_last, final_units, prefix_unit, shared_unit, unit_rules
 from keys35.stages.workers import Workers, final_task, open_workers
 
@@ -40,6 +40,7 @@ def quantize_in_order(
         carry_out(job, "quantize", steps, pool, progress, finished, sum(prefix_bytes(job.config, job.recipe)))
     for layer in job.config.layers:
         prefix_states_file(job, layer).unlink(missing_ok=True)
+        attended_file(job, layer).unlink(missing_ok=True)
     for layer in job.config.mtp_layers:
         rows_file(job, layer).unlink(missing_ok=True)  # which the measurement left
 
@@ -56,8 +57,10 @@ def _steps(job: Job, shelf: Shelf | None, allocation: dict[int, list[float]]) ->
             return act(job, layer, windows, allocation)
         return do
 
-    prepare = partial(encode_behind_prefix, shelf=shelf)
+    handed: dict[int, Streams] = {}
     for layer in job.config.layers:
+        awaited = _awaited(job, layer)
+        prepare = partial(encode_behind_prefix, shelf=shelf, handed=handed if awaited else None)
         place, units = APART * layer, final_units(job, layer) if job.config.is_moe(layer) else []
         encoded = [job.work.receipt(unit.name) is not None for unit in units]
         prepared = job.work.receipt(dense_unit(layer)) is not None
@@ -71,8 +74,16 @@ def _steps(job: Job, shelf: Shelf | None, allocation: dict[int, list[float]]) ->
                        sum(encoded_bytes(unit_rules(job, unit), role, [max(widths[layer])])
                            for role in (Role.EXPERT, Role.MTP_EXPERT)), "experts")
         if not job.config.is_mtp(layer):
-            last, onward = encoded_last(job, layer), layer + 1 in job.config.layers
-            due = [shared_unit(layer)] * bool(last) + [prefix_unit(layer)] * onward
-            yield Step(f"layer {layer}: states onward", place + APART,
-                       all(job.work.receipt(unit) is not None for unit in due), alone(finish_layer, layer),
+            last = encoded_last(job, layer)
+            yield Step(f"layer {layer}: states onward", place + APART, not awaited,
+                       alone(partial(finish_layer, handed=handed), layer),
                        encoded_bytes([last] if last else [], Role.DENSE, [job.recipe.dense.bits]))
+
+
+def _awaited(job: Job, layer: int) -> list[str]:
+    """What `finish_layer` has still to do for a layer."""
+    if job.config.is_mtp(layer):
+        return []
+    last, onward = encoded_last(job, layer), layer + 1 in job.config.layers
+    due = [shared_unit(layer)] * bool(last) + [prefix_unit(layer)] * onward
+    return [unit for unit in due if job.work.receipt(unit) is None]

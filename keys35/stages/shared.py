@@ -9,25 +9,28 @@ from keys35.calibration.correction import PairedInputs
 from keys35.calibration.windows import Windows
 from keys35.exl3.encode import LinearJob, encode_group
 from keys35.glm.block import LayerWeights
-from keys35.glm.layer import behind_attention, gated_mlp, mlp_inputs, mlp_linears, routed_outputs
+from keys35.glm.layer import gated_mlp, mlp_inputs, mlp_linears, routed_outputs
 from keys35.glm.names import TensorRule
 from keys35.glm.weights import Overlay
 from keys35.precision import short_products
 from keys35.stages.candidates import MixStore
+from keys35.stages.capture import layer_weights
 from keys35.stages.dense import decoded_matrix, dense_weight, save_dense
 from keys35.stages.job import Job
 from keys35.stages.spans import Spans
 from keys35.stages.states import States
 from keys35.stages.streams import (
     QUANTIZED,
+    SECOND_HALF,
     SHARED,
     SOURCE,
-    advance_source,
+    Streams,
+    attended_file,
     halves,
     keep_streams,
     lacking,
     rows_of,
-    states_before,
+    states_attended,
     through,
     windows_at_once,
 )
@@ -36,30 +39,36 @@ from keys35.stages.units import dense_home, encoded_last, shared_unit
 SHARED_DOWN = f"{SHARED}.down_proj"
 
 
-def finish_layer(job: Job, layer: int, windows: Windows, allocation: dict[int, list[float]]) -> None:
-    """Encode what comes last of a layer whose experts are encoded; both streams onward, where a layer follows."""
-    before = states_before(job, layer, windows, allocation)
-    source = advance_source(job, layer, before.pop(SOURCE))
+def finish_layer(
+    job: Job, layer: int, windows: Windows, allocation: dict[int, list[float]], handed: dict[int, Streams]
+) -> None:
+    """Encode what comes last of a layer whose experts are encoded; both streams onward, where a layer follows.
+
+    handed: by layer, both streams behind attention, as `encode_behind_prefix` leaves them; they are lost.
+    """
+    attended = handed.pop(layer, None) or states_attended(job, layer, windows, allocation)
+    source = through(job, layer, attended.pop(SOURCE), SOURCE, layer_weights(job, job.store, layer), SECOND_HALF)
     last, done = encoded_last(job, layer), job.work.receipt(shared_unit(layer)) is not None
     lossy = MixStore(job, allocation, final=True, first=not done).layer(layer)
     if last and not done:
-        matrix = _encode_down(job, last, source, before[QUANTIZED], lossy)
+        matrix = _encode_down(job, last, source, attended[QUANTIZED], lossy)
         lossy = Overlay(lossy, {SHARED_DOWN: matrix})
     if layer + 1 in job.config.layers:
-        found = through(job, layer, before.pop(QUANTIZED), QUANTIZED, lossy)
+        found = through(job, layer, attended.pop(QUANTIZED), QUANTIZED, lossy, SECOND_HALF)
         keep_streams(job, layer, {SOURCE: source, QUANTIZED: found})
+    attended_file(job, layer).unlink(missing_ok=True)
 
 
-def _encode_down(job: Job, rule: TensorRule, source: States, before: States, lossy: LayerWeights) -> Tensor:
+def _encode_down(job: Job, rule: TensorRule, source: States, attended: States, lossy: LayerWeights) -> Tensor:
     """Encode the linear and keep it; what it became, (in, out).
 
-    source: the source's states behind the layer; before: the quantized stream's as they enter it.
+    source: the source's states behind the layer; attended: the quantized stream's behind its attention.
     """
     spent, bits = Spans(job.device), job.recipe.dense.bits
     with spent("reading"):
         weight = dense_weight(job, rule)
     with spent("forward"):
-        sums = _sums(job, rule.layer, source, before, lossy, weight)
+        sums = _sums(job, rule.layer, source, attended, lossy, weight)
     with spent("Hessians"):
         jobs = [LinearJob(rule.module, sums.corrected(weight), rule.module)]
         hessian = sums.finish()
@@ -72,19 +81,17 @@ def _encode_down(job: Job, rule: TensorRule, source: States, before: States, los
 
 
 def _sums(
-    job: Job, layer: int, source: States, before: States, lossy: LayerWeights, weight: Tensor
+    job: Job, layer: int, source: States, attended: States, lossy: LayerWeights, weight: Tensor
 ) -> PairedInputs:
     """Its inputs in the quantized stream, and what that lacks with its weight as the source has it."""
     sums, (gate, up, _) = PairedInputs(), mlp_linears(lossy, SHARED)
-    for some in windows_at_once(job, before):
-        part = before.part(slice(some.start, some.stop))
-        attended = part.advance(job.config, layer, lossy, job.device, job.tokens_at_once, through=behind_attention)
-        state = rows_of(job, attended, range(len(some)))
+    for some in windows_at_once(job, attended):
+        state = rows_of(job, attended, some)
         rows = mlp_inputs(job.config, layer, lossy, state)
         with short_products(job.device):
             inner = gated_mlp(rows, gate, up, lambda x: x)
             found = state + routed_outputs(job.config, layer, lossy, rows) + inner @ weight
         root, missing = lacking(job.config, rows_of(job, source, some), found)
         inner = inner * root
-        sums.add(inner, inner, halves(some, before.x.shape[1]).to(job.device), missing)
+        sums.add(inner, inner, halves(some, attended.x.shape[1]).to(job.device), missing)
     return sums

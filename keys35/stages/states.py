@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -59,7 +60,7 @@ class States:
     ) -> "States":
         """All windows through one layer on a device, so many tokens at a time; in place these states are lost.
 
-        through: the whole layer, or its first half.
+        through: the whole layer, or one half of it.
         """
         after = self.x if in_place else torch.empty_like(self.x)
         chosen: list[Tensor | None] = []
@@ -95,6 +96,12 @@ class States:
     def part(self, windows: slice) -> "States":
         """Some of the windows."""
         return States(self.x[windows], self.chosen[windows])
+
+    def joined(self, parts: Sequence["States"]) -> "States":
+        """These windows again, of which neighbouring parts, first to last, have advanced in place."""
+        firsts = accumulate((len(part.x) for part in parts), initial=0)
+        broken = tuple(first + index for first, part in zip(firsts, parts, strict=False) for index in part.broken)
+        return States(self.x, tuple(selection for part in parts for selection in part.chosen), broken)
 
     def only(self, windows: Sequence[int]) -> "States":
         """The windows of these numbers, in rising order; no copy if they are all."""

@@ -1,9 +1,10 @@
 """The two streams of states that go through the layers of a quantized prefix: the source's, and what is encoded gives.
 
-Both are of the fit windows; they are on disk behind one layer at a time.
+Both are of the fit windows; they are on disk behind one layer at a time, or behind its attention while its experts are
+encoded.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,16 +16,18 @@ from keys35.errors import SourceError
 from keys35.files.atomic import load_tensors
 from keys35.glm.block import LayerWeights
 from keys35.glm.config import GlmConfig
-from keys35.glm.layer import mlp_inputs
+from keys35.glm.layer import behind_attention, behind_mlp, mlp_inputs
 from keys35.stages.candidates import MixStore
 from keys35.stages.capture import layer_weights, mtp_states, next_shares
 from keys35.stages.job import Job
 from keys35.stages.states import States, read_states, save_states
-from keys35.stages.units import layer_name, prefix_unit
+from keys35.stages.units import dense_unit, layer_name, prefix_unit
 
 STREAMS = SOURCE, QUANTIZED = "source", "quantized"
 SHARED = "mlp.shared_experts"
 Streams = dict[str, States]
+FIRST_HALF, SECOND_HALF = (behind_attention,), (behind_mlp,)
+Halves = Sequence[Callable[..., tuple[list[Tensor], list[Tensor | None]]]]
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,16 @@ def keep_streams(job: Job, layer: int, after: Streams) -> None:
     path = prefix_states_file(job, layer)
     # Not among the receipt's files: they are deleted when the next layer's are there.
     job.work.commit(prefix_unit(layer), [], {"sha256": save_states(path, after, next_shares(job, layer))})
+    forget_streams_before(job, layer)
+
+
+def keep_attended(job: Job, layer: int, attended: Streams) -> str:
+    """Both streams behind a layer's attention onto disk; their SHA-256, which the dense linears' receipt is to hold."""
+    return save_states(attended_file(job, layer), attended, next_shares(job, layer))
+
+
+def forget_streams_before(job: Job, layer: int) -> None:
+    """Drop the states that enter a layer, which later ones replace."""
     if layer:
         prefix_states_file(job, layer - 1).unlink(missing_ok=True)
 
@@ -100,26 +113,43 @@ def _states_after(job: Job, layer: int, windows: Windows, allocation: dict[int, 
     path, receipt = prefix_states_file(job, layer), job.work.receipt(prefix_unit(layer))
     if receipt is not None and path.exists():
         return read_states(load_tensors(path, expect_sha256=receipt["data"]["sha256"]), STREAMS)
-    before = states_before(job, layer, windows, allocation)
-    source = advance_source(job, layer, before.pop(SOURCE))
-    return {SOURCE: source, QUANTIZED: advance_quantized(job, layer, before.pop(QUANTIZED), allocation)}
+    return _advanced(job, layer, states_before(job, layer, windows, allocation), allocation)
 
 
-def advance_source(job: Job, layer: int, before: States) -> States:
-    """The source's stream behind a layer; the states before it are lost."""
-    return through(job, layer, before, SOURCE, layer_weights(job, job.store, layer))
+def states_attended(job: Job, layer: int, windows: Windows, allocation: dict[int, list[float]]) -> Streams:
+    """Both streams behind the attention of a layer whose dense linears are encoded, from disk or computed again."""
+    path, expected = attended_file(job, layer), job.work.require(dense_unit(layer))["data"].get("attended_sha256")
+    if expected is not None and path.exists():
+        return read_states(load_tensors(path, expect_sha256=expected), STREAMS)
+    return _advanced(job, layer, states_before(job, layer, windows, allocation), allocation, FIRST_HALF)
 
 
-def advance_quantized(job: Job, layer: int, before: States, allocation: dict[int, list[float]]) -> States:
-    """The quantized stream behind a layer that is encoded; the states before it are lost."""
-    return through(job, layer, before, QUANTIZED, MixStore(job, allocation, final=True).layer(layer))
+def _advanced(
+    job: Job, layer: int, before: Streams, allocation: dict[int, list[float]],
+    halves: Halves = FIRST_HALF + SECOND_HALF,
+) -> Streams:
+    """Both streams through an encoded layer, or half of it; the states before it are lost."""
+    whole = behind_mlp in halves  # otherwise neither experts are needed nor what is encoded behind them
+    exact = layer_weights(job, job.store, layer, experts=whole)
+    source = through(job, layer, before.pop(SOURCE), SOURCE, exact, halves)
+    del exact  # a GPU has room for few layers
+    lossy = MixStore(job, allocation, final=True, first=not whole).layer(layer)
+    return {SOURCE: source, QUANTIZED: through(job, layer, before.pop(QUANTIZED), QUANTIZED, lossy, halves)}
 
 
-def through(job: Job, layer: int, before: States, stream: str, weights: LayerWeights) -> States:
-    """A stream through a layer; the states before it are lost."""
-    after = before.advance(job.config, layer, weights, job.device, job.tokens_at_once, in_place=True)
-    require_finite(layer, {stream: after})
-    return after
+def through(
+    job: Job, layer: int, before: States, stream: str, weights: LayerWeights,
+    halves: Halves = FIRST_HALF + SECOND_HALF,
+) -> States:
+    """A stream through a layer or half of it; the states before it are lost.
+
+    Between the halves they are in the dtype that they are kept in, as they are where files lie between them.
+    """
+    states = before
+    for half in halves:
+        states = states.advance(job.config, layer, weights, job.device, job.tokens_at_once, in_place=True, through=half)
+    require_finite(layer, {stream: states})
+    return states
 
 
 def require_finite(layer: int, streams: Streams) -> None:
@@ -135,3 +165,13 @@ def require_finite(layer: int, streams: Streams) -> None:
 def prefix_states_file(job: Job, layer: int) -> Path:
     """Both streams' states behind a layer."""
     return job.work.path("prefix", f"{layer_name(layer)}-states.safetensors")
+
+
+def prefix_rows_file(job: Job, layer: int) -> Path:
+    """Inputs of a layer's experts in both streams, kept until they are encoded."""
+    return job.work.path("prefix", f"{layer_name(layer)}-rows.safetensors")
+
+
+def attended_file(job: Job, layer: int) -> Path:
+    """Both streams' states behind a layer's attention, kept until the layer is finished."""
+    return job.work.path("prefix", f"{layer_name(layer)}-attended.safetensors")

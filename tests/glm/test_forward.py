@@ -11,7 +11,15 @@ from keys35.files.source import ShardedSource
 from keys35.glm.attention import LayerCache
 from keys35.glm.block import Block, Observer, sum_shares
 from keys35.glm.config import GlmConfig
-from keys35.glm.layer import behind_attention, decoder_layer, feed_forward, gated_mlp, route, show_attention
+from keys35.glm.layer import (
+    behind_attention,
+    behind_mlp,
+    decoder_layer,
+    feed_forward,
+    gated_mlp,
+    route,
+    show_attention,
+)
 from keys35.glm.stream import Head, embed, mtp, trunk
 from keys35.glm.weights import Keep, Overlay, WeightStore
 
@@ -230,20 +238,43 @@ class Inputs(Observer):
         self.seen.setdefault(modules, []).extend([rows, where])
 
 
+def entering(store, config, prose, layer):
+    """States of three windows and a shorter one as they enter a layer, and their selections."""
+    states, chosen = [*embed(store, prose[:3]), *embed(store, [prose[3][:100]])], [None] * 4
+    for before in range(layer):
+        states, chosen = decoder_layer(config, before, store.layer(before), states, chosen)
+    return states, chosen
+
+
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("layer", [0, 1])
 def test_what_enters_attention_is_shown_as_a_pass_shows_it(demo_store, demo_config, prose, layer, mixed):
     """Over windows of two lengths, beyond index_topk, with and without a selection that is handed on."""
-    windows = [*embed(demo_store, prose[:3]), *embed(demo_store, [prose[3][:100]])]
-    states, chosen = windows, [None] * 4
-    for before in range(layer):
-        states, chosen = decoder_layer(demo_config, before, demo_store.layer(before), states, chosen)
+    states, chosen = entering(demo_store, demo_config, prose, layer)
     whole, shown, weights = Inputs(), Inputs(), demo_store.layer(layer)
     behind_attention(demo_config, layer, weights, states, chosen, observer=whole)
     show_attention(demo_config, layer, weights, states, chosen, observer=shown, mixed=mixed)
     o_proj = (f"model.layers.{layer}.self_attn.o_proj",)
     assert len(whole.seen) == 3 and set(shown.seen) == set(whole.seen) - (set() if mixed else {o_proj})
     for modules, parts in shown.seen.items():
+        assert all(torch.equal(a, b) for a, b in zip(parts, whole.seen[modules], strict=True))
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_a_layer_is_its_two_halves(demo_store, demo_config, prose, layer):
+    """To the bit, for what is watched, too; a dense layer, and one of experts that takes over a selection."""
+    states, chosen = entering(demo_store, demo_config, prose, layer)
+    weights, before = demo_store.layer(layer), [x.clone() for x in states]
+    whole, halves = Inputs(), Inputs()
+    wanted, passed_on = decoder_layer(demo_config, layer, weights, states, chosen, observer=whole)
+    middle, selected = behind_attention(demo_config, layer, weights, states, chosen, observer=halves)
+    kept = [x.clone() for x in middle]
+    found, selected = behind_mlp(demo_config, layer, weights, middle, selected, observer=halves)
+    for ours, theirs in ((found, wanted), (middle, kept), (states, before)):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(selected, passed_on, strict=True))
+    assert list(whole.seen) == list(halves.seen)
+    for modules, parts in halves.seen.items():
         assert all(torch.equal(a, b) for a, b in zip(parts, whole.seen[modules], strict=True))
 
 

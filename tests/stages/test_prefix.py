@@ -19,8 +19,9 @@ from rich.console import Console
 from small import digest
 from tiny import CUT_IN_FOUR, begun, tiny_recipe, tiny_source
 
-from keys35.errors import RecipeError
+from keys35.errors import RecipeError, ResumeError
 from keys35.files.ledger import Workdir
+from keys35.glm import attention
 from keys35.progress import Progress, Tick
 from keys35.recipe import load_recipe
 from keys35.report.facts import facts_of_checkpoint
@@ -122,16 +123,9 @@ class Killed(BaseException):
     """What a kill looks like from inside: nothing that follows is done."""
 
 
-def test_dying_anywhere_changes_nothing(
-    tiny, measured: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copytree(measured, tmp_path / "work")
-    commit, moments = Workdir.commit, [
-        ("quantize/dense/layer-001", "before"), ("final/layer-001/0001", "behind"), ("final/layer-001/0003", "behind"),
-        ("quantize/shared/layer-001", "before"), ("quantize/shared/layer-001", "behind"),
-        ("quantize/prefix/layer-001", "before"), ("quantize/prefix/layer-001", "behind"),
-        ("quantize/dense/layer-002", "behind"), ("quantize/prefix/layer-002", "behind"),
-    ]
+def die_at(monkeypatch: pytest.MonkeyPatch, moments: list[tuple[str, str]]) -> None:
+    """Be killed before or behind a unit's receipt, the first of those that are left."""
+    commit = Workdir.commit
 
     def dying(self: Workdir, unit: str, *rest: object) -> None:
         if moments[:1] == [(unit, "before")]:
@@ -141,6 +135,19 @@ def test_dying_anywhere_changes_nothing(
             raise Killed
 
     monkeypatch.setattr(Workdir, "commit", dying)
+
+
+def test_dying_anywhere_changes_nothing(
+    tiny, measured: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(measured, tmp_path / "work")
+    moments = [
+        ("quantize/dense/layer-001", "before"), ("final/layer-001/0001", "behind"), ("final/layer-001/0003", "behind"),
+        ("quantize/shared/layer-001", "before"), ("quantize/shared/layer-001", "behind"),
+        ("quantize/prefix/layer-001", "before"), ("quantize/prefix/layer-001", "behind"),
+        ("quantize/dense/layer-002", "behind"), ("quantize/prefix/layer-002", "behind"),
+    ]
+    die_at(monkeypatch, moments)
     while moments:
         with pytest.raises(Killed):
             make(tiny, tmp_path)
@@ -149,6 +156,50 @@ def test_dying_anywhere_changes_nothing(
     assert digest(tmp_path / "out") == digest(whole / "out")
     units = [unit for unit in begun(tmp_path / "work") if unit.startswith("final/")]
     assert len(units) == len(set(units)), "no expert is encoded again that was finished"
+
+
+def test_attention_is_passed_three_times_a_layer_wherever_it_dies(
+    tiny, measured: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lies behind it is kept until the layer is finished, in place of what lies before it."""
+    shutil.copytree(measured, tmp_path / "work")
+    attend, passed, moments = attention._attend, [], [("final/layer-002/0003", "behind")]
+
+    def counted(config: object, query: torch.Tensor, *rest: object) -> torch.Tensor:
+        passed.append(len(query))
+        return attend(config, query, *rest)
+
+    monkeypatch.setattr(attention, "_attend", counted)
+    die_at(monkeypatch, moments)
+    fit = RECIPE.calibration.fit_windows
+    with pytest.raises(Killed):
+        make(tiny, tmp_path)
+    assert sum(passed) == 3 * 3 * fit
+    assert names(tmp_path / "work/prefix") == ["layer-002-attended.safetensors", "layer-002-rows.safetensors"]
+    moments.clear()
+    make(tiny, tmp_path)
+    assert sum(passed) == 3 * 4 * fit, "the MTP layer, too; and nothing again"
+    assert digest(tmp_path / "out") == digest(whole / "out")
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_damaged_states_behind_attention_are_refused_and_lost_ones_made_again(
+    tiny, measured: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(measured, tmp_path / "work")
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        die_at(patch, [("final/layer-002/0003", "behind")])
+        make(tiny, tmp_path)
+    kept = tmp_path / "work/prefix/layer-002-attended.safetensors"
+    kept.write_bytes(kept.read_bytes()[:-1] + b"?")
+    with pytest.raises(ResumeError, match="attended.*delete it and run the same command again"):
+        make(tiny, tmp_path)
+    kept.unlink()
+    make(tiny, tmp_path)
+    assert digest(tmp_path / "out") == digest(whole / "out")
 
 
 KILLED_BEHIND = (

@@ -1,6 +1,7 @@
 """A shared expert's down projection, encoded behind its layer's experts: what it makes up for, and that it is kept."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from keys35.stages.job import open_job
 from keys35.stages.measure import measure
 from keys35.stages.quantize import quantize
 from keys35.stages.shared import _sums
-from keys35.stages.streams import QUANTIZED, SOURCE, states_before, through
+from keys35.stages.streams import FIRST_HALF, QUANTIZED, SOURCE, states_before, through
 from keys35.stages.units import dense_file, dense_home, encoded_last
 from keys35.stages.workers import Workers
 
@@ -47,7 +48,9 @@ def test_it_is_fitted_to_what_the_whole_layer_lacks(tiny, made: Path, tmp_path: 
         before = states_before(job, LAYER, calibration_windows(job)["fit"], allocation)
         source = through(job, LAYER, before[SOURCE], SOURCE, layer_weights(job, job.store, LAYER))
         lossy, weight = MixStore(job, allocation, final=True, first=True).layer(LAYER), dense_weight(job, rule)
-        sums = _sums(job, LAYER, source, before[QUANTIZED], lossy, weight)
+        copy = replace(before[QUANTIZED], x=before[QUANTIZED].x.clone())
+        attended = through(job, LAYER, copy, QUANTIZED, lossy, FIRST_HALF)
+        sums = _sums(job, LAYER, source, attended, lossy, weight)
         inputs: list[torch.Tensor] = []
 
         def down(rows: torch.Tensor) -> torch.Tensor:

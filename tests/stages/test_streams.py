@@ -9,8 +9,18 @@ from keys35.glm.weights import Overlay
 from keys35.stages import prefix
 from keys35.stages.capture import calibration_windows, layer_weights
 from keys35.stages.job import open_job
+from keys35.stages.shared import finish_layer
 from keys35.stages.states import States
-from keys35.stages.streams import QUANTIZED, SHARED, SOURCE, lacking, paired_rows
+from keys35.stages.streams import (
+    QUANTIZED,
+    SHARED,
+    SOURCE,
+    STREAMS,
+    attended_file,
+    lacking,
+    paired_rows,
+    states_attended,
+)
 
 RECIPE = tiny_recipe(encoder={"prefix": "quantized"})
 LAYER = 1
@@ -62,3 +72,30 @@ def test_experts_are_left_what_the_shared_expert_and_attention_lack(job, streams
         assert (after - wanted).norm() < 1e-5 * wanted.norm() < (before - wanted).norm()
         at += len(found)
     assert at == streams[SOURCE].x.shape[0] * streams[SOURCE].x.shape[1]
+
+
+def test_rounded_states_are_made_again_as_they_were_kept(tiny, tmp_path) -> None:
+    """bfloat16 rounds them behind attention, too, whether they lie on disk there, are handed over or pass on."""
+    calibration = RECIPE.calibration.model_dump() | {"states": "bfloat16"}
+    recipe, handed = tiny_recipe(encoder={"prefix": "quantized"}, calibration=calibration), {}
+    with open_job(tiny.source, recipe, tmp_path / "work") as job:
+        windows = calibration_windows(job)["fit"]
+        for layer in (0, LAYER):
+            prefix.encode_behind_prefix(job, layer, windows, {}, handed=handed)()
+            if layer < LAYER:
+                finish_layer(job, layer, windows, {}, handed)
+        kept = states_attended(job, LAYER, windows, {})
+        attended_file(job, LAYER).unlink()
+        again = states_attended(job, LAYER, windows, {})
+    assert list(handed) == [LAYER] and kept[SOURCE].x.dtype == torch.bfloat16
+    for name in STREAMS:
+        for states in (again[name], handed[LAYER][name]):
+            assert torch.equal(states.x, kept[name].x)
+            assert all(torch.equal(a, b) for a, b in zip(states.chosen, kept[name].chosen, strict=True))
+
+
+def test_windows_that_broke_in_a_part_are_named_by_their_numbers() -> None:
+    whole = States.start(torch.zeros(5, 2, 3))
+    parts = [States(whole.x[:3], (None,) * 3, (1,)), States(whole.x[3:], (None,) * 2, (0, 1))]
+    joined = whole.joined(parts)
+    assert joined.broken == (1, 3, 4) and len(joined.chosen) == 5 and joined.x is whole.x
