@@ -112,9 +112,8 @@ class MixStore(WeightStore):
         for rule in rules:
             parts = (stored[f"{rule.module}.{part}"].to(self.device) for part in ("trellis", "suh", "svh"))
             matrix = decode_weight(*parts)[: rule.in_features, : rule.out_features]
-            matrices[rule.module.split(".", 3)[3]] = matrix
+            matrices[rule.module.split(".", 3)[3]] = matrix.contiguous()  # as it was when its layer was encoded
         return matrices
-
 
     def _homes(self, layer: int) -> Iterator[tuple[str, Path]]:
         """Receipts and files of a layer's dense linears; of one that two have, the later counts."""

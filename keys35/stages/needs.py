@@ -40,7 +40,10 @@ def rows_bytes(config: GlmConfig, recipe: Recipe) -> int:
 
 
 def prefix_bytes(config: GlmConfig, recipe: Recipe) -> tuple[int, int]:
-    """States and rows of the fit windows with a quantized prefix: of two layers and of one, in both streams."""
+    """States of the fit windows with a quantized prefix, in two places of both streams; and one layer's rows.
+
+    Of the places before a layer, behind its attention and behind the layer, the first is dropped for the second.
+    """
     fit = recipe.calibration.fit_windows * recipe.calibration.window
     value, routing = config.hidden_size * _value(recipe), config.num_experts_per_tok * (FLOAT + INDEX)
     rows = fit * (3 * value + routing + 1) + FLOAT * config.hidden_size**2
@@ -110,7 +113,7 @@ def host_bytes(largest: int, config: GlmConfig, recipe: Recipe) -> int:
     at_once = max(1, WINDOWS_AT_ONCE_TOKENS // recipe.calibration.window) * recipe.calibration.window
     copies = (len(config.moe_layers) + 2) * at_once * config.hidden_size * FLOAT
     behind = 0
-    if recipe.encoder.prefix == "quantized":  # one layer's states beside its rows
+    if recipe.encoder.prefix == "quantized":  # in one place, beside a layer's rows, while it is encoded
         of_two, rows = prefix_bytes(config, recipe)
         behind = of_two // 2 + rows
     return max(2 * states + routing, copies, behind) + passing

@@ -4,11 +4,13 @@ import pytest
 import torch
 from tiny import tiny_recipe
 
+from keys35.files.ledger import Workdir
 from keys35.glm.layer import gated_mlp, mlp_linears
 from keys35.glm.weights import Overlay
 from keys35.stages import prefix
 from keys35.stages.capture import calibration_windows, layer_weights
 from keys35.stages.job import open_job
+from keys35.stages.needs import prefix_bytes
 from keys35.stages.shared import finish_layer
 from keys35.stages.states import States
 from keys35.stages.streams import (
@@ -92,6 +94,24 @@ def test_rounded_states_are_made_again_as_they_were_kept(tiny, tmp_path) -> None
         for states in (again[name], handed[LAYER][name]):
             assert torch.equal(states.x, kept[name].x)
             assert all(torch.equal(a, b) for a, b in zip(states.chosen, kept[name].chosen, strict=True))
+
+
+def test_disk_holds_at_most_what_is_asked_for(tiny, tmp_path, monkeypatch) -> None:
+    """Looked at before each receipt, when all files are there; both are asked for: rows, and states in two places."""
+    commit, found, handed = Workdir.commit, [], {}
+
+    def looked_at(self: Workdir, *arguments: object) -> None:
+        found.append(sum(path.stat().st_size for path in self.path("prefix").glob("*")))
+        commit(self, *arguments)
+
+    monkeypatch.setattr(Workdir, "commit", looked_at)
+    with open_job(tiny.source, RECIPE, tmp_path / "work") as job:
+        windows = calibration_windows(job)["fit"]
+        prefix.encode_behind_prefix(job, 0, windows, {}, handed=handed)()
+        finish_layer(job, 0, windows, {}, handed)
+        prefix.encode_behind_prefix(job, LAYER, windows, {}, handed=handed)()
+        states, rows = prefix_bytes(job.config, RECIPE)
+    assert 0.97 * (states + rows) < max(found) < states + rows
 
 
 def test_windows_that_broke_in_a_part_are_named_by_their_numbers() -> None:
