@@ -31,7 +31,7 @@ def short_products(device: torch.device) -> AbstractContextManager[None]:
 
 
 def whole_products() -> AbstractContextManager[None]:
-    """All bits: for factorisations and Hessians, where a small eigenvalue or ridge would get lost."""
+    """All bits: for factorisations and what is solved with them, where a small eigenvalue or ridge would get lost."""
     return _products("highest")
 
 

@@ -35,9 +35,10 @@ from keys35.stages.capture import calibration_windows
 from keys35.stages.check import check
 from keys35.stages.job import Job, open_job
 from keys35.stages.measure import measure
+from keys35.stages.needs import rows_windows
 from keys35.stages.projection import project
 from keys35.stages.quantize import quantize
-from keys35.stages.units import expert_units
+from keys35.stages.units import MEASURED, capture_unit, expert_units
 
 KINDS = ("reading", "forward", "Hessians", "encode", "judging", "writing", "simulation")
 SAMPLE = 12
@@ -49,12 +50,13 @@ def recipe_of(options: argparse.Namespace, text: Path) -> Recipe:
         "name": "real-layer",
         "experts": {
             "widths": [2, 3, 4], "bits": 2.75, "group": options.group,
-            "measure": "predicted" if options.predicted else "encoded",
+            "measure": "predicted" if options.predicted else "encoded", "sample": 128,
         },
         "dense": {"bits": 5},
         "calibration": {
             "set": str(text), "window": options.window, "sensitivity_windows": 4, "states": "bfloat16",
             "fit_windows": options.fit, "selection_windows": options.selection,
+            "simulation_windows": options.fit // 4,
         },
         "encoder": {"low_memory": options.low_memory, "prefix": options.prefix},
         "output": {"shards": 3},
@@ -83,6 +85,9 @@ def run_piece(options: argparse.Namespace, say: Callable[[str], None]) -> Job:
         progress = Progress(job.work, lambda tick: say(_line(tick)))
         with _staged(job, "windows"):
             calibration_windows(job)
+        if options.read_ahead and capture_unit(0) not in job.work.units():
+            with _staged(job, "read ahead"):
+                job.source.prefetch(rule.source for rule in job.rules.values() if rule.layer == 0)
         with _staged(job, "measure"):
             measure(job, progress)
         with _staged(job, "allocate"):
@@ -120,7 +125,7 @@ def figures(job: Job) -> dict[str, Any]:
         if event["event"] == "staged":
             stages[event["stage"]] += event["seconds"]
     timed = [event["seconds"] for event in events if isinstance(event.get("seconds"), dict)]
-    kinds = {kind: spent for kind in KINDS if (spent := sum(unit.get(kind, 0.0) for unit in timed))}
+    kinds = _by_kind(timed)
     units = [event for event in events if event["event"] == "experts-time"]
     layer = sum(stages[stage] for stage in ("measure", "allocate", "quantize"))
     whole = layer + stages["assemble"] + stages["check"]
@@ -135,9 +140,12 @@ def figures(job: Job) -> dict[str, Any]:
         "widths": list(widths),
         "measure": job.recipe.experts.measure,
         "prefix": job.recipe.encoder.prefix,
-        "tokens": {"fit": _tokens(job, "fit"), "selection": _tokens(job, "selection")},
-        "seconds": {kind: round(value, 2) for kind, value in kinds.items()},
+        "tokens": {"fit": _tokens(job, "fit"), "selection": _tokens(job, "selection"),
+                   "measured on": rows_windows(job.recipe) * job.recipe.calibration.window},
+        "seconds": kinds,
         "other_seconds": round(layer - sum(kinds.values()), 2),
+        "measuring": _by_kind(event["seconds"] for event in events if _is_measuring(event)) | {
+            "all": round(stages["measure"], 2)},
         "stages": {stage: round(value, 2) for stage, value in stages.items()},
         "layer_seconds": round(layer, 2),
         "with_assembly_and_check_seconds": round(whole, 2),
@@ -152,6 +160,18 @@ def figures(job: Job) -> dict[str, Any]:
         "interruptions": sum(event["event"] == "started" for event in events) - 1,
         "check": {key: checked[key] for key in ("findings", "mean")},
     }
+
+
+def _by_kind(timed: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Seconds by kind of work, of many units."""
+    timed = list(timed)
+    return {kind: round(spent, 2) for kind in KINDS if (spent := sum(unit.get(kind, 0.0) for unit in timed))}
+
+
+def _is_measuring(event: Mapping[str, Any]) -> bool:
+    """Whether it tells the time of a layer's pass, or of experts that were measured."""
+    measured = event["event"] == "captured" or event.get("unit", "").startswith(f"{MEASURED}/")
+    return measured and isinstance(event.get("seconds"), dict)
 
 
 def _behind_prefix(events: Iterable[Mapping[str, Any]], quantize: float) -> dict[str, Any]:
@@ -221,6 +241,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--group", type=int, default=32, help="experts per unit of work")
     parser.add_argument("--low-memory", action="store_true")
     parser.add_argument("--predicted", action="store_true", help="simulate encodings, and encode what is chosen")
+    parser.add_argument("--read-ahead", action="store_true", help="first have the layer in the system's cache, as "
+                        "one is that was read while the layer before it was measured")
     parser.add_argument("--prefix", choices=["source", "quantized"], default="source", help="encoder.prefix")
     parser.add_argument("--out", type=Path, default=Path("reports/benchmarks/real-layer-h200.json"))
     options = parser.parse_args(arguments)

@@ -1,6 +1,6 @@
 """What one layer's calibration pass leaves behind: Hessians of its linears' inputs, and its MoE rows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from keys35.glm.block import Observer
 from keys35.host import into_host
-from keys35.precision import short_products, vector_sum, whole_products
+from keys35.precision import short_products, vector_sum
 from keys35.recipe import Calibration
 
 SHARED_INPUT = "mlp.shared_experts.gate_proj"  # sees every token, as the routed experts' common input does
@@ -32,6 +32,16 @@ class MoeRows:
         """Indices (n,) of the rows routed to an expert, and the router weight (n,) its output gets there."""
         row, slot = torch.nonzero(self.expert_ids == expert, as_tuple=True)
         return row, self.weights[row, slot]
+
+    def counts(self, experts: int) -> Tensor:
+        """How many rows each of so many experts is chosen by, int64 (experts,)."""
+        return torch.bincount(self.expert_ids.flatten(), minlength=experts)
+
+    def spread(self, count: int, length: int) -> "MoeRows":
+        """The rows of `count` of the windows of so many rows, as far apart as they lie."""
+        windows = len(self.x) // length
+        rows = torch.cat([torch.arange(length) + place * windows // count * length for place in range(count)])
+        return MoeRows(self.x[rows], self.expert_ids[rows], self.weights[rows])
 
     def to(self, device: torch.device) -> "MoeRows":
         """The same rows on a device."""
@@ -63,10 +73,13 @@ class Capture(Observer):
     Hessians are keyed by the first module (without "model.layers.N.") of those that share an input.
     """
 
-    def __init__(self, tokens: int, dtype: torch.dtype = torch.float32, hessians: Clock | None = _untimed):
+    def __init__(
+        self, tokens: int, dtype: torch.dtype = torch.float32, hessians: Clock | None = _untimed,
+        only: Container[str] | None = None,
+    ):
         """tokens: how many rows will come in all; dtype: in what MoE rows are kept; hessians: None for no sums, or
-        what times them."""
-        self._timed = hessians
+        what times them; only: keys of those that are wanted, None for all."""
+        self._timed, self._only = hessians, only
         self._tokens, self._dtype, self._seen = tokens, dtype, 0
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, int] = {}
@@ -79,11 +92,13 @@ class Capture(Observer):
             return
         names = [module.split(".", 3)[3] for module in modules]
         key = names[0]
-        with self._timed("Hessians"), whole_products():
+        if self._only is not None and key not in self._only:
+            return
+        with self._timed("Hessians"):
             rows = rows.float()
             if key not in self._sums:
                 self._sums[key] = rows.new_zeros(rows.shape[1], rows.shape[1])
-            _add_upper(self._sums[key], rows, rows)
+            _add_upper(self._sums[key], rows)
         self._counts[key] = self._counts.get(key, 0) + rows.shape[0]
         self.carrier.update(dict.fromkeys(names, key))
 
@@ -161,14 +176,18 @@ def inner(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
 def _mean_outer(x: Tensor, weight: Tensor | None) -> Tensor:
     """Mean of x x^T over rows, weighted when a weight per row is given."""
     total = x.new_zeros(x.shape[1], x.shape[1])
-    _add_upper(total, x, x if weight is None else x * weight[:, None])
+    _add_upper(total, x if weight is None else x * weight.sqrt()[:, None])
     return _mirrored(total).div_(x.shape[0] if weight is None else vector_sum(weight))
 
 
-def _add_upper(total: Tensor, x: Tensor, y: Tensor) -> None:
-    """total += x^T y, a symmetric product of rows (n, d), without the blocks below the diagonal: less work."""
-    for first in range(0, len(total), BLOCK):
-        total[first : first + BLOCK, first:] += x[:, first : first + BLOCK].T @ y[:, first:]
+def _add_upper(total: Tensor, x: Tensor) -> None:
+    """total += x^T x of rows (n, d), without the blocks below the diagonal: less work.
+
+    Short products: the sum is exactly that of rows rounded by some 3e-4, far less than what damping adds.
+    """
+    with short_products(x.device):
+        for first in range(0, len(total), BLOCK):
+            total[first : first + BLOCK, first:] += x[:, first : first + BLOCK].T @ x[:, first:]
 
 
 def _mirrored(total: Tensor) -> Tensor:

@@ -42,10 +42,10 @@ def tile_scale(span: Tensor, feedback: Tensor | None, bits: float) -> Tensor:
 
 
 def tile_power(span: Tensor, feedback: Tensor | None, bits: float) -> Tensor:
-    """The mean square of what will be rounded for float32 rows (r, n): they and the errors handed on to them."""
-    power = span.square().mean(-1).mean()
+    """The mean square of what will be rounded for float32 rows (..., r, n): they and the errors handed on to them."""
+    power = span.square().mean(-1).mean(-1)
     if feedback is not None:
-        power = power * (1 + 1.1 * 4.0**-bits * feedback.square().sum(-1).sum() / len(feedback))
+        power = power * (1 + 1.1 * 4.0**-bits * feedback.square().sum(-1).sum(-1) / feedback.shape[-1])
     return power
 
 

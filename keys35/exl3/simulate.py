@@ -31,10 +31,10 @@ def _simulated(item: Prepared, bits: float, seed: int) -> Tensor:
     split, feedback = item.split, item.factor.feedback
     generator = named_generator(seed, f"noise/{item.job.name}", split.rotated.device)
     error = torch.randn(split.rotated.shape, generator=generator, device=split.rotated.device)
-    for start in range(0, len(error), BLOCK):
-        span = slice(start, start + BLOCK)
-        within = None if feedback is None else feedback[span, span]
-        error[span] *= (rounding_error(bits) * tile_power(split.rotated[span], within, bits)).sqrt()
+    spans = split.rotated.view(-1, BLOCK, split.rotated.shape[1])
+    within = None if feedback is None else feedback.view(len(spans), BLOCK, len(spans), BLOCK).diagonal(dim1=0, dim2=2)
+    power = tile_power(spans, None if within is None else within.permute(2, 0, 1), bits)
+    error *= (rounding_error(bits) * power).sqrt().repeat_interleave(BLOCK)[:, None]
     if feedback is not None:
         unit = feedback.T + torch.eye(len(feedback), device=feedback.device)
         error = torch.linalg.solve_triangular(unit, error, upper=True)

@@ -174,10 +174,10 @@ def _attend(
     query = torch.cat([q_nope, q_rope], -1)
     outputs = []
     for begin in range(0, q_nope.shape[1], QUERY_ROWS):
-        part = slice(begin, begin + QUERY_ROWS)
-        score = torch.einsum("bshd,bhtd->bhst", query[:, part], key)
-        share = _softmax(config, score, None if selection is None else selection[:, part], begin)
-        outputs.append(torch.einsum("bhst,bhtv->bshv", share.to(value.dtype), value))
+        part, seen = slice(begin, begin + QUERY_ROWS), slice(begin + QUERY_ROWS)  # no later key is anybody's
+        score = torch.einsum("bshd,bhtd->bhst", query[:, part], key[:, :, seen])
+        share = _softmax(config, score, None if selection is None else selection[:, part, seen], begin)
+        outputs.append(torch.einsum("bhst,bhtv->bshv", share.to(value.dtype), value[:, :, seen]))
     return torch.cat(outputs, 1).flatten(2)
 
 

@@ -20,6 +20,7 @@ from keys35.stages.dropped import SPLITS, Dropped, drop, dropped_before, facts, 
 from keys35.stages.expert_encoding import LayerRows, at_hand
 from keys35.stages.experts import Shelf
 from keys35.stages.job import Job
+from keys35.stages.needs import captured_hessians, rows_windows
 from keys35.stages.scan import broken_tensors
 from keys35.stages.spans import Spans
 from keys35.stages.states import States, read_states, save_states
@@ -34,6 +35,7 @@ from keys35.stages.units import (
 )
 
 READERS = 8
+REACHED = "reached"  # among a layer's kept rows: how many of all fit rows, kept or not, each expert is chosen by
 
 
 def calibration_windows(job: Job) -> dict[str, Windows]:
@@ -88,13 +90,24 @@ def capture(
     del weights
     with spent("writing"):
         hessians = captures["fit"].hessians()
-        rows = {split: found for split in SPLITS if (found := captures[split].moe_rows())}
+        rows = _kept_rows(job, {split: found for split in SPLITS if (found := captures[split].moe_rows())})
         if shelf is not None and rows:
             shelf.rows[layer] = _ready_rows(job, rows, hessians[SHARED_INPUT], windows, dropped)
     data = {"carrier": captures["fit"].carrier, "dropped": facts(dropped)}
     finish = partial(_finish, job, layer, hessians, rows, after, data, replay)
     job.work.log("captured", layer=layer, seconds=spent.facts())
     return saving(job, capture_unit(layer), "saved", finish)
+
+
+def _kept_rows(job: Job, found: dict[str, MoeRows]) -> dict[str, Tensor]:
+    """What a layer's experts are measured on, by name: rows of both splits, and how many of all fit rows reach each."""
+    if not found:
+        return {}
+    reached, choice = found["fit"].counts(job.experts), job.recipe.calibration
+    if (few := rows_windows(job.recipe)) < choice.fit_windows:
+        found["fit"] = found["fit"].spread(few, choice.window)
+    return {name: value for split, rows in found.items() for name, value in rows.tensors(split).items()} | {
+        REACHED: reached}
 
 
 def _passed(
@@ -109,7 +122,8 @@ def _passed(
         with spent("reading"):
             before = _states_before(job, store, layer, weights, windows, dropped)
         captures = {
-            s: Capture(before[s].x.shape[0] * before[s].x.shape[1], job.states_dtype, spent if s == "fit" else None)
+            s: Capture(before[s].x.shape[0] * before[s].x.shape[1], job.states_dtype, spent if s == "fit" else None,
+                       captured_hessians(job.recipe))
             for s in SPLITS
         }
         with spent("forward"):
@@ -121,7 +135,7 @@ def _passed(
 
 
 def _finish(
-    job: Job, layer: int, hessians: dict[str, Tensor], rows: dict[str, MoeRows], after: dict[str, States],
+    job: Job, layer: int, hessians: dict[str, Tensor], rows: dict[str, Tensor], after: dict[str, States],
     data: dict[str, object], replay: bool,
 ) -> None:
     """Save what a pass leaves, declare it done, and drop the states that nothing needs any more."""
@@ -152,17 +166,16 @@ def _advance(
 
 
 def _save(
-    job: Job, layer: int, hessians: dict[str, Tensor], rows: dict[str, MoeRows], after: dict[str, States]
+    job: Job, layer: int, hessians: dict[str, Tensor], rows: dict[str, Tensor], after: dict[str, States]
 ) -> tuple[dict[Path, str], str | None]:
     """Hessians, rows and states, side by side; the receipt's files, and the hash of the rows if there are any."""
     stored = {f"hessian.{name}": hessian for name, hessian in hessians.items()}
-    routed = {name: value for split, found in rows.items() for name, value in found.tensors(split).items()}
     with ThreadPoolExecutor(3) as pool:
         saving = {hessian_file(job, layer): pool.submit(save_tensors, hessian_file(job, layer), stored)}
         if not job.config.is_mtp(layer):
             path = _state_file(job, layer)
             saving[path] = pool.submit(save_states, path, after, next_shares(job, layer))
-        saved_rows = pool.submit(save_tensors, rows_file(job, layer), routed) if routed else None
+        saved_rows = pool.submit(save_tensors, rows_file(job, layer), rows) if rows else None
     files = {path: future.result() for path, future in saving.items()}
     return files, saved_rows.result() if saved_rows else None
 
@@ -247,21 +260,19 @@ def layer_rows(job: Job, layer: int, windows: dict[str, Windows]) -> LayerRows:
     receipt = job.work.receipt(capture_unit(layer))
     tensors = load_tensors(rows_file(job, layer), expect_sha256=receipt["data"]["rows_sha256"] if receipt else None)
     hessian = load_recorded(job, capture_unit(layer), hessian_file(job, layer))[f"hessian.{SHARED_INPUT}"]
-    return _ready_rows(
-        job, {split: MoeRows.from_tensors(tensors, split) for split in SPLITS}, hessian, windows,
-        dropped_before(job, layer),
-    )
+    return _ready_rows(job, tensors, hessian, windows, dropped_before(job, layer))
 
 
 def _ready_rows(
-    job: Job, rows: dict[str, MoeRows], hessian: Tensor, windows: dict[str, Windows], dropped: Sequence[Dropped]
+    job: Job, rows: dict[str, Tensor], hessian: Tensor, windows: dict[str, Windows], dropped: Sequence[Dropped]
 ) -> LayerRows:
-    """Rows where the encoder will look for them; Hessian: of the input that all experts share."""
-    selection, judged = rows["selection"], windows["selection"]
+    """What `_kept_rows` kept where the encoder will look for it; Hessian: of the input that all experts share."""
+    fit, selection = (MoeRows.from_tensors(rows, split) for split in SPLITS)
+    judged = windows["selection"]
     kept = remaining(judged, "selection", dropped)
     per_window = selection.x.shape[0] // len(kept)
     domain, half = (part[kept].repeat_interleave(per_window) for part in (judged.domain, judged.halves()))
-    return at_hand(job, LayerRows(rows["fit"], selection, domain, half, len(job.text.domains), hessian))
+    return at_hand(job, LayerRows(fit, rows[REACHED], selection, domain, half, len(job.text.domains), hessian))
 
 
 def hessian_file(job: Job, layer: int) -> Path:

@@ -26,11 +26,13 @@ Weights = tuple[Tensor, Tensor, Tensor]  # gate, up, down; each (in, out) float3
 class LayerRows:
     """What a layer's experts are encoded on and judged on.
 
-    fit shapes the Hessians; selection (held out) carries the error; domain (T_selection,) says whose text a row is,
-    half (T_selection,) on which side its window is when one half of the text checks the other.
+    fit shapes the Hessians; reached (experts,) says how many fit rows chose each, kept or not; selection (held out)
+    carries the error; domain (T_selection,) says whose text a row is, half (T_selection,) on which side its window is
+    when one half of the text checks the other.
     """
 
     fit: MoeRows
+    reached: Tensor
     selection: MoeRows
     domain: Tensor
     half: Tensor
@@ -45,8 +47,8 @@ class LayerRows:
     def to(self, device: torch.device) -> "LayerRows":
         """The same rows on a device."""
         return LayerRows(
-            self.fit.to(device), self.selection.to(device), self.domain.to(device), self.half, self.domains,
-            self.hessian.to(device),
+            self.fit.to(device), self.reached, self.selection.to(device), self.domain.to(device), self.half,
+            self.domains, self.hessian.to(device),
         )
 
 
@@ -128,15 +130,15 @@ def simulate_weights(
         with spent("simulation"):
             return simulate_group(items, hessians, width, job.encode_options, job.recipe.seed)
 
-    lossy, found = simulated([*jobs[0::3], *jobs[1::3]]), {}
-    for (expert, parts), down in zip(weights.items(), jobs[2::3], strict=True):
-        pair = tuple(lossy.pop(name) for name in expert_names(layer, expert)[:2])
-        if job.recipe.encoder.compensate:
-            with spent("Hessians"):
+    lossy, downs = simulated([*jobs[0::3], *jobs[1::3]]), jobs[2::3]
+    if job.recipe.encoder.compensate:
+        with spent("Hessians"):
+            for place, (expert, parts) in enumerate(weights.items()):
+                pair = tuple(lossy[name] for name in expert_names(layer, expert)[:2])
                 [wanted] = corrected_downs(rows.fit, expert, parts, {width: pair}, job.recipe.calibration).values()
-                down = replace(down, weight=wanted)
-        found[expert] = *pair, simulated([down])[down.name]
-    return found, facts
+                downs[place] = replace(downs[place], weight=wanted)
+    lossy |= simulated(downs)
+    return {expert: tuple(lossy[name] for name in expert_names(layer, expert)) for expert in weights}, facts
 
 
 def _corrected(
@@ -185,5 +187,6 @@ def _encoder_input(
         keys = [f"{prefix}.input", f"{prefix}.input", f"{prefix}.inner"]
         names = expert_names(layer, expert)
         jobs += [LinearJob(n, w, k) for n, w, k in zip(names, (gate, up, down), keys, strict=True)]
-        facts[expert] = found.rows, found.shrink
+        reached = int(rows.reached[expert]) if isinstance(rows, LayerRows) else found.rows
+        facts[expert] = reached, found.shrink
     return jobs, hessians, facts

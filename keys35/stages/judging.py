@@ -50,10 +50,19 @@ def judge(
     routed = {expert: rows.selection.of(expert) for expert in weights}
     counts = [len(index) for index, _ in routed.values()]
     squares = [_squares(parts, (lossy(e, width) for width in widths), rows, *routed[e]) for e, parts in weights.items()]
-    answers = torch.cat(squares, 1).cpu().split(counts, 1)
-    places = torch.cat([index for index, _ in routed.values()]).cpu().split(counts)
+    groups = 2 * rows.domains  # the domains in one half of the windows, then in the other
     group = rows.domain.cpu() + rows.domains * rows.half.cpu()
-    return {e: _judged(group, rows.domains, *found) for e, *found in zip(weights, places, answers, strict=True)}
+    tokens = torch.bincount(group, minlength=groups).double().view(2, rows.domains)
+    places = group[torch.cat([index for index, _ in routed.values()]).cpu()]
+    places += groups * torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+
+    def sums(per_row: Tensor) -> Tensor:  # on the host: a GPU's weighted bincount adds in any order
+        return torch.bincount(places, per_row, groups * len(counts)).view(len(counts), 2, rows.domains)
+
+    power, *lost = torch.cat(squares, 1).cpu()
+    of_experts = (torch.stack([sums(row) for row in lost], 1), torch.stack([sums(row.square()) for row in lost], 1))
+    found = zip(weights, counts, *of_experts, sums(power), strict=True)
+    return {expert: _judged(count, tokens, *figures) for expert, count, *figures in found}
 
 
 def _squares(exact: Weights, lossy: Iterable[Weights], rows: LayerRows, index: Tensor, router: Tensor) -> Tensor:
@@ -64,21 +73,15 @@ def _squares(exact: Weights, lossy: Iterable[Weights], rows: LayerRows, index: T
     return torch.stack([counts * delta.double().square().sum(dim=1) for delta in deltas])
 
 
-def _judged(group: Tensor, domains: int, where: Tensor, squares: Tensor) -> Judged:
-    """group (T,): each selection row's domain, plus `domains` in the second half; where (n,): the expert's rows."""
-
-    def sums(per_row: Tensor) -> Tensor:  # on the host: a GPU's weighted bincount adds in any order
-        return torch.bincount(group[where], per_row, domains * 2).view(2, domains)
-
-    tokens = torch.bincount(group, minlength=domains * 2).double().view(2, domains)
-    power, *lost = map(sums, squares)
-    spreads = [sums(per_row.square()).sum(0).sqrt() for per_row in squares[1:]]
+def _judged(rows: int, tokens: Tensor, lost: Tensor, spreads: Tensor, power: Tensor) -> Judged:
+    """tokens (2, domains): of each half and domain. Of an expert's rows among them: sums of errors and of their squares
+    (widths, 2, domains), and of energies (2, domains)."""
     some = tokens.clamp(min=1)
     return Judged(
-        len(where),
-        [(part.sum(0) / tokens.sum(0)).tolist() for part in lost],
-        [(part / tokens.sum(0)).tolist() for part in spreads],
-        torch.stack([part / some for part in lost], 1).tolist(),
+        rows,
+        (lost.sum(1) / tokens.sum(0)).tolist(),
+        (spreads.sum(1).sqrt() / tokens.sum(0)).tolist(),
+        (lost / some).transpose(0, 1).tolist(),
         (power.sum(0) / tokens.sum(0)).tolist(),
         (power / some).tolist(),
     )

@@ -51,7 +51,7 @@ def _steps(job: Job, shelf: Shelf | None) -> Iterator[Step]:
         captured = done(capture_unit(layer)) and (all(encoded) or rows_file(job, layer).exists())
         yield Step(f"layer {layer}: calibration pass", layer, captured,
                    partial(capture, job, store, layer, windows, shelf=shelf),
-                   hessian_bytes(rule for rule in job.rules.values() if rule.layer == layer))
+                   hessian_bytes((rule for rule in job.rules.values() if rule.layer == layer), job.recipe))
         for unit, kept in zip(units, encoded, strict=True):
             yield Step(f"layer {layer}: experts {unit.experts.start}+", layer, kept, experts_task(unit, widths, keep),
                        _bytes(job, unit, keep), "experts")

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
+from keys35.calibration.statistics import SHARED_INPUT
 from keys35.glm.attention import QUERY_ROWS
 from keys35.glm.config import GlmConfig
 from keys35.glm.names import Role, TensorRule
@@ -34,9 +35,16 @@ def states_bytes(config: GlmConfig, recipe: Recipe) -> int:
     return tokens(recipe) * (config.hidden_size * _value(recipe) + recipe.calibration.window // 8)
 
 
+def rows_windows(recipe: Recipe) -> int:
+    """Fit windows that a layer's experts are measured on; behind a quantized prefix they are encoded on other rows."""
+    alone = recipe.experts.measure == "predicted" and recipe.encoder.prefix == "quantized"
+    return alone and recipe.calibration.simulation_windows or recipe.calibration.fit_windows
+
+
 def rows_bytes(config: GlmConfig, recipe: Recipe) -> int:
     """Inputs and routing of one layer's experts."""
-    return tokens(recipe) * (config.hidden_size * _value(recipe) + config.num_experts_per_tok * (FLOAT + INDEX))
+    count = (rows_windows(recipe) + recipe.calibration.selection_windows) * recipe.calibration.window
+    return count * (config.hidden_size * _value(recipe) + config.num_experts_per_tok * (FLOAT + INDEX))
 
 
 def prefix_bytes(config: GlmConfig, recipe: Recipe) -> tuple[int, int]:
@@ -50,9 +58,16 @@ def prefix_bytes(config: GlmConfig, recipe: Recipe) -> tuple[int, int]:
     return 2 * 2 * fit * (value + recipe.calibration.window // 8), rows
 
 
-def hessian_bytes(rules: Iterable[TensorRule]) -> int:
+def captured_hessians(recipe: Recipe) -> tuple[str, ...] | None:
+    """Which of a layer's Hessians the calibration pass keeps: a quantized prefix makes its own; None: all."""
+    return (SHARED_INPUT,) if recipe.encoder.prefix == "quantized" else None
+
+
+def hessian_bytes(rules: Iterable[TensorRule], recipe: Recipe) -> int:
     """One float32 matrix per distinct input of dense linears, which are captured whether or not they are encoded."""
-    dense = [rule for rule in rules if rule.projection and rule.expert is None]
+    wanted = captured_hessians(recipe)
+    dense = [rule for rule in rules if rule.projection and rule.expert is None
+             and (wanted is None or rule.module.endswith(wanted))]
     inputs = {(rule.layer, rule.in_features, rule.module.rsplit(".", 1)[0]) for rule in dense}
     return FLOAT * sum(width * width for _, width, _ in inputs)
 
@@ -96,7 +111,7 @@ def work_parts(rules: Sequence[TensorRule], config: GlmConfig, recipe: Recipe, k
         "candidate encodings": candidates,
         "simulated experts": layers * simulated_bytes(config, config.n_routed_experts, recipe),
         "dense linears and MTP experts": dense + encoded_bytes(rules, Role.MTP_EXPERT, [recipe.mtp.bits]),
-        "Hessians": hessian_bytes(rules),
+        "Hessians": hessian_bytes(rules, recipe),
         "states of two layers": states,
         "rows of two layers": rows,
     }

@@ -8,7 +8,7 @@ from keys35.files.atomic import read_json
 from keys35.glm.config import GlmConfig
 from keys35.glm.names import Role, TensorRule, census
 from keys35.recipe import Recipe, resource_dir
-from keys35.stages.needs import sample_step
+from keys35.stages.needs import rows_windows, sample_step
 from keys35.stages.prefix_cost import PrefixSeconds, prefix_seconds
 from keys35.stages.sizes import exl3_bytes
 
@@ -109,22 +109,10 @@ def project(
     rules = list(census(config).values())
     a_weight, passes = 1e-6 / measured["encode_mws_a_width"], list(encoder_passes(rules, config, recipe))
     encode = a_weight * sum(_padded(rule) * times for rule, times in passes)
-    choice, tokens = recipe.calibration, measured["tokens"]
-    more = {
-        "fit": choice.fit_windows * choice.window / tokens["fit"],
-        "selection": choice.selection_windows * choice.window / tokens["selection"],
-    }
-    every = (choice.fit_windows + choice.selection_windows) * choice.window / (tokens["fit"] + tokens["selection"])
-    spent = measured["seconds"]
-    shared = spent["Hessians"] * more["fit"] + spent["judging"] * more["selection"]
-    fixed = measured["layer_seconds"] - sum(spent[kind] for kind in ("encode", "forward", "Hessians", "judging"))
-    layers, again = len(config.layers), 0.0
-    if recipe.experts.measure == "predicted":
-        again = measured["predicted_run"]["seconds"]["simulation"]
-        if recipe.encoder.prefix == "source":  # another pass for rows when the chosen are encoded
-            again += spent["reading"] + spent["forward"] * every
-    forward, other = layers * spent["forward"] * every, layers * (shared + fixed + again)
-    weighing = _copies(config) * spent["forward"] / sum(tokens.values()) * choice.sensitivity_windows * choice.window
+    choice, layers = recipe.calibration, len(config.layers)
+    forward, other = (layers * seconds for seconds in _measuring(measured, recipe, behind))
+    a_token = measured["seconds"]["forward"] / sum(measured["tokens"][split] for split in ("fit", "selection"))
+    weighing = _copies(config) * a_token * choice.sensitivity_windows * choice.window
     prefix = PrefixSeconds()
     alone = 0.0  # what no second GPU makes faster
     if recipe.encoder.prefix == "quantized":
@@ -139,6 +127,25 @@ def project(
         encode / 3600, weighing / 3600, (forward + other) / 3600, wall, *_bytes(rules, config, recipe),
         behind_it / 3600,
     )
+
+
+def _measuring(
+    measured: Mapping[str, Any], recipe: Recipe, behind: Mapping[str, Any] | None
+) -> tuple[float, float]:
+    """Seconds of a layer's forward pass, and of all else that measures it but for the encoder."""
+    choice, quantized = recipe.calibration, recipe.encoder.prefix == "quantized"
+    predicted, again = recipe.experts.measure == "predicted", 0.0
+    tokens, spent = measured["tokens"], measured["seconds"]
+    whole, fit = measured["layer_seconds"], choice.fit_windows * choice.window / tokens["fit"]
+    if predicted and quantized:
+        tokens, spent = behind["tokens"], behind["measuring"]
+        whole, fit = spent["all"], rows_windows(recipe) * choice.window / tokens["measured on"]
+    every = (choice.fit_windows + choice.selection_windows) * choice.window / (tokens["fit"] + tokens["selection"])
+    forward, judged = spent["forward"] * every, choice.selection_windows * choice.window / tokens["selection"]
+    if predicted and not quantized:  # another pass for rows when the chosen are encoded
+        again = measured["predicted_run"]["seconds"]["simulation"] + spent["reading"] + forward
+    fixed = whole - sum(spent[kind] for kind in ("encode", "forward", "Hessians", "judging"))
+    return forward, spent["Hessians"] * fit + spent["judging"] * judged + fixed + again
 
 
 def _copies(config: GlmConfig) -> int:

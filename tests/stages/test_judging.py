@@ -23,7 +23,7 @@ def layer():
     ids[ids == 3] = 0  # nobody chooses expert 3, and some rows choose expert 0 twice over: by two slots
     selection = MoeRows(torch.randn(T, D, generator=generator), ids, torch.rand(T, 2, generator=generator))
     domain, half = torch.arange(T) % 3, torch.arange(T) >= T // 2
-    rows = LayerRows(selection, selection, domain, half, 3, torch.eye(D))
+    rows = LayerRows(selection, selection.counts(4), selection, domain, half, 3, torch.eye(D))
     weights = {e: tuple(torch.randn(D, F, generator=generator) / D**0.5 for _ in range(3)) for e in (0, 2, 3)}
     jobs = [LinearJob(name, w, None) for e, parts in weights.items()
             for name, w in zip(expert_names(1, e), parts, strict=True)]

@@ -7,11 +7,14 @@ from rich.console import Console
 from small import digest
 from tiny import tiny_recipe
 
+from keys35.calibration.statistics import SHARED_INPUT
 from keys35.errors import ResumeError
+from keys35.files.atomic import load_tensors
 from keys35.progress import Progress
 from keys35.report.terminal import show_allocation
 from keys35.stages.allocate import allocate, load_allocation
 from keys35.stages.candidates import Candidates, are_held
+from keys35.stages.capture import calibration_windows, capture, hessian_file, layer_rows
 from keys35.stages.costs import POOL, _completed, _ratios, read_measured
 from keys35.stages.explain import explain, sentences
 from keys35.stages.job import open_job, resume_job
@@ -102,3 +105,27 @@ def test_what_was_compared_is_what_held_out_tokens_chose(tmp_path, tiny):
     console = Console(record=True, width=200)
     show_allocation(console, result)
     assert "chose 1 expert of those that were encoded, too few to compare with" in console.export_text()
+
+
+def test_some_fit_windows_are_enough_to_predict_from(tmp_path, tiny):
+    """Where everything is encoded again behind the prefix, on all of them: less is kept, what it says of rows stays."""
+    experts = {"widths": [3, 4], "bits": 3.25, "group": 2, "measure": "predicted", "sample": 4}
+    found = {}
+    for few in (0, 2):
+        calibration = tiny_recipe().calibration.model_dump() | {"simulation_windows": few}
+        recipe = tiny_recipe(experts=experts, calibration=calibration, encoder={"prefix": "quantized"})
+        with open_job(tiny.source, recipe, tmp_path / f"work-{few}") as job:
+            measure(job, Progress())
+            windows = calibration_windows(job)
+            capture(job, job.store, 1, windows)()
+            kept, held = layer_rows(job, 1, windows).fit, load_tensors(hessian_file(job, 1))
+            units = [job.work.require(f"experts/layer-001/{first:04d}")["data"] for first in (0, 2)]
+            found[few] = kept, [unit["fit_rows"] for unit in units], [unit["simulated"] for unit in units]
+            assert list(held) == [f"hessian.{SHARED_INPUT}"], "dense linears get Hessians behind the prefix"
+            allocate(job)
+            quantize(job, Progress())
+            assert job.work.require("final/layer-001/0000")["data"]["fit_rows"]
+    (whole, rows, costs), (part, rows_again, other_costs) = found.values()
+    assert len(whole.x) == 6 * 48 and rows == rows_again and costs != other_costs
+    picked = torch.cat([torch.arange(48), 3 * 48 + torch.arange(48)])
+    assert torch.equal(part.x, whole.x[picked]) and torch.equal(part.weights, whole.weights[picked])
