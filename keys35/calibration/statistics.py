@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from keys35.glm.block import Observer
-from keys35.host import into_host
+from keys35.host import fill
 from keys35.precision import short_products, vector_sum
 from keys35.recipe import Calibration
 
@@ -112,7 +112,7 @@ class Capture(Observer):
             self._moe = MoeRows(x, ids, torch.empty(ids.shape))
         part = slice(self._seen, self._seen + len(rows))
         for kept, new in ((self._moe.x, rows), (self._moe.expert_ids, expert_ids), (self._moe.weights, expert_weights)):
-            into_host(kept[part], new)
+            fill(kept[part], new)
         self._seen += len(rows)
 
     def hessians(self) -> dict[str, Tensor]:

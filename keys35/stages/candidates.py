@@ -38,15 +38,15 @@ class Candidates:
         self.device = job.device
         units = final_units(job, layer) if final else expert_units(job, layer)
         self._units = {expert: unit for unit in units for expert in unit.experts}
+        self._home = job.device if final else torch.device("cpu")  # final ones are passed by many runs of windows
         self._group = lru_cache(maxsize=None)(self._load)  # of the layer: all of them are asked for again and again
         self._held: dict[tuple[ExpertUnit, int], dict[str, Tensor]] = {}
 
-    def hold(self, width: int) -> None:
-        """Read the whole layer at one width now, several files at a time, and keep it in memory."""
-        units = expert_units(self._job, self._layer)
+    def hold(self, widths: Sequence[int | None]) -> None:
+        """Read the whole layer at these widths now, several files at a time, and keep it in memory."""
+        wanted = {(self._units[expert], width) for expert, width in enumerate(widths) if width is not None}
         with ThreadPoolExecutor(READERS) as pool:
-            groups = pool.map(lambda unit: self._load(unit, width), units)
-            self._held |= {(unit, width): group for unit, group in zip(units, groups, strict=True)}
+            self._held |= dict(zip(wanted, pool.map(lambda pair: self._load(*pair), wanted), strict=True))
 
     def encoded(self, expert: int, projection: str, width: int) -> dict[str, Tensor]:
         """Stored parts of one linear: trellis, suh, svh, mul1."""
@@ -64,7 +64,8 @@ class Candidates:
         return _Decoded(self, widths)
 
     def _load(self, unit: ExpertUnit, width: int) -> dict[str, Tensor]:
-        return load_recorded(self._job, unit.name, unit.file(self._job, width))
+        parts = load_recorded(self._job, unit.name, unit.file(self._job, width))
+        return {name: part.to(self._home) for name, part in parts.items()}
 
 
 def are_held(job: Job, widths: Mapping[int, Sequence[int]]) -> bool:
@@ -95,14 +96,20 @@ class MixStore(WeightStore):
         self._widths = {**widths, **mtp}
 
     def layer(self, layer: int, keep: Keep = Keep.DENSE) -> LayerWeights:
-        """One layer over its carried tensors: dense linears decoded now, experts when asked for."""
+        """One layer over its carried tensors: dense linears decoded now, experts when asked for.
+
+        A GPU holds the checkpoint's own experts as they are encoded.
+        """
         dense = super().layer(layer, keep)
         if not self._only_experts:
             dense = Overlay(dense, self._dense(layer))
         if layer not in self._widths:
             return dense
         final = self._final or self.config.is_mtp(layer)
-        return Candidates(self._job, layer, final).overlay(dense, self._widths[layer])
+        candidates, widths = Candidates(self._job, layer, final), self._widths[layer]
+        if final and self.device.type == "cuda":
+            candidates.hold(widths)
+        return candidates.overlay(dense, widths)
 
     def _dense(self, layer: int) -> dict[str, Tensor]:
         rules = [rule for rule in self._job.rules.values() if rule.layer == layer and rule.role is Role.DENSE]

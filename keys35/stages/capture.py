@@ -21,6 +21,7 @@ from keys35.stages.expert_encoding import LayerRows, at_hand
 from keys35.stages.experts import Shelf
 from keys35.stages.job import Job
 from keys35.stages.needs import captured_hessians, rows_windows
+from keys35.stages.room import states_home
 from keys35.stages.scan import broken_tensors
 from keys35.stages.spans import Spans
 from keys35.stages.states import States, read_states, save_states
@@ -121,6 +122,7 @@ def _passed(
     while True:
         with spent("reading"):
             before = _states_before(job, store, layer, weights, windows, dropped)
+            before = {split: states.to(states_home(job)) for split, states in before.items()}
         captures = {
             s: Capture(before[s].x.shape[0] * before[s].x.shape[1], job.states_dtype, spent if s == "fit" else None,
                        captured_hessians(job.recipe))

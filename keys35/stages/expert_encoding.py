@@ -16,7 +16,7 @@ from keys35.exl3.simulate import simulate_group
 from keys35.glm.names import PROJECTIONS
 from keys35.precision import vector_sum
 from keys35.stages.job import Job
-from keys35.stages.needs import rows_stay
+from keys35.stages.room import rows_home
 from keys35.stages.spans import Spans
 
 Weights = tuple[Tensor, Tensor, Tensor]  # gate, up, down; each (in, out) float32
@@ -82,11 +82,9 @@ Rows = TypeVar("Rows", LayerRows, PrefixRows)
 
 
 def at_hand(job: Job, rows: Rows) -> Rows:
-    """Rows where the encoder will look for them: on a GPU that has room, where picking an expert's takes no time."""
-    if job.device.type != "cuda":
-        return rows
-    memory = torch.cuda.get_device_properties(job.device).total_memory
-    return rows.to(job.device) if rows_stay(rows.nbytes, job.recipe, memory) else rows
+    """Rows where the encoder will look for them."""
+    home = rows_home(job, rows.nbytes)
+    return rows if home.type == "cpu" else rows.to(home)
 
 
 def expert_names(layer: int, expert: int) -> list[str]:

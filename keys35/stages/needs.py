@@ -17,7 +17,7 @@ FLOAT, BF16, INDEX = 4, 2, 4
 SCRATCH = 4_429_185_024  # of the tile search on 132 multiprocessors, at 4 bits, where it is largest
 ENCODED_TWICE = "mlp.shared_experts.down_proj.weight"  # behind a quantized prefix, the last time behind the experts
 WEIGHED = 16  # simulated experts of a layer that are enough to weigh it by
-ROWS_ON_DEVICE = 4 << 30  # beside what encoding takes: under 24 GiB together for GLM-5.3
+ROWS_ON_DEVICE = 4 << 30  # beside what encoding takes: 26 GiB together for GLM-5.3
 BESIDE_ROWS = 48 << 30  # what a GPU has beyond this is for rows, too: a driver's pass and an encoder take half each
 
 
@@ -37,8 +37,8 @@ def states_bytes(config: GlmConfig, recipe: Recipe) -> int:
 
 def rows_windows(recipe: Recipe) -> int:
     """Fit windows that a layer's experts are measured on; behind a quantized prefix they are encoded on other rows."""
-    alone = recipe.experts.measure == "predicted" and recipe.encoder.prefix == "quantized"
-    return alone and recipe.calibration.simulation_windows or recipe.calibration.fit_windows
+    again = recipe.experts.measure == "predicted" and recipe.encoder.prefix == "quantized"
+    return again and recipe.calibration.simulation_windows or recipe.calibration.fit_windows
 
 
 def rows_bytes(config: GlmConfig, recipe: Recipe) -> int:
@@ -170,6 +170,13 @@ def largest_rows(config: GlmConfig, recipe: Recipe) -> int:
         return 0
     behind = prefix_bytes(config, recipe)[1] if recipe.encoder.prefix == "quantized" else 0
     return max(rows_bytes(config, recipe), behind)
+
+
+def states_stay(config: GlmConfig, recipe: Recipe, memory: int) -> bool:
+    """Whether a GPU of so much memory keeps the states that go through the layers, beside a layer's rows."""
+    behind = prefix_bytes(config, recipe)[0] // 2 if recipe.encoder.prefix == "quantized" else 0
+    kept = max(states_bytes(config, recipe), behind) + largest_rows(config, recipe)
+    return kept <= memory - BESIDE_ROWS and not recipe.encoder.low_memory
 
 
 def rows_stay(nbytes: int, recipe: Recipe, memory: int = 0) -> bool:

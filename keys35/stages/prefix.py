@@ -25,7 +25,7 @@ from keys35.glm.block import LayerWeights, Observer
 from keys35.glm.layer import behind_attention, gated_mlp, mlp_linears, route
 from keys35.glm.names import Role
 from keys35.glm.weights import Overlay
-from keys35.host import into_host
+from keys35.host import fill, on_host
 from keys35.precision import short_products
 from keys35.stages.background import saving
 from keys35.stages.capture import layer_weights
@@ -33,6 +33,7 @@ from keys35.stages.dense import decoded_matrix, dense_weight, save_dense
 from keys35.stages.expert_encoding import PrefixRows, at_hand
 from keys35.stages.experts import Shelf
 from keys35.stages.job import Job
+from keys35.stages.room import rows_home
 from keys35.stages.spans import Spans
 from keys35.stages.states import States
 from keys35.stages.streams import (
@@ -41,9 +42,10 @@ from keys35.stages.streams import (
     SHARED,
     SOURCE,
     STREAMS,
+    Handed,
     PairedRows,
     Streams,
-    forget_streams_before,
+    forget_attended_before,
     halves,
     keep_attended,
     lacking,
@@ -69,18 +71,18 @@ PASSED_ON = "source", "missing", "half", "hessian"
 
 
 def encode_behind_prefix(
-    job: Job, layer: int, windows: Windows, allocation: dict[int, list[float]], shelf: Shelf | None = None,
-    handed: dict[int, Streams] | None = None,
+    job: Job, layer: int, windows: Windows, allocation: dict[int, list[float]], handed: Handed,
+    shelf: Shelf | None = None,
 ) -> Callable[[], None]:
     """A layer's dense linears one after another, and the rows that its experts are encoded on.
 
     The files are written in the background, and the unit is finished when they are: what is returned waits for that. A
-    shelf gets the rows for whoever encodes on them in this process; handed gets, by layer, both streams behind its
-    attention, for `finish_layer`, and they are kept on disk, too. None: that is not to come.
+    shelf gets the rows for whoever encodes on them in this process; handed gets both streams behind attention, for
+    `finish_layer`, and they are kept on disk, too, unless nothing follows.
     """
     spent = Spans(job.device)
     with spent("reading"):
-        streams = states_before(job, layer, windows, allocation)
+        streams = states_before(job, layer, windows, allocation, handed)
         # Not sooner: making states may have needed another layer's. Its experts are the workers' to read.
         weights = layer_weights(job, job.store, layer, experts=False)
     encoder = _DenseEncoder(job, layer, weights, spent)
@@ -88,13 +90,13 @@ def encode_behind_prefix(
     hessian, rows = _encode_mlp(job, layer, streams, encoder), None
     if job.config.is_moe(layer):
         with spent("forward"):
-            rows = _rows(job, layer, streams, weights, encoder.weights, hessian)
+            rows = _rows(job, layer, streams, weights, encoder.weights, hessian, shelf is not None)
             if shelf is not None:
                 shelf.rows[layer] = at_hand(job, rows)
     job.work.log("dense-time", unit=dense_unit(layer), seconds=spent.facts())
     attended = None
-    if handed is not None:
-        attended = handed[layer] = streams
+    if not job.config.is_mtp(layer):
+        attended = handed.attended[layer] = streams
     return saving(job, dense_unit(layer), "dense-saved", partial(_save, job, layer, encoder.encoded, rows, attended))
 
 
@@ -105,14 +107,15 @@ def _save(
     with ThreadPoolExecutor(2) as pool:
         parts = {}
         if rows is not None:
-            tensors = rows.fit.tensors("fit") | {name: getattr(rows, name) for name in PASSED_ON}
+            found = rows.fit.tensors("fit") | {name: getattr(rows, name) for name in PASSED_ON}
+            tensors = {name: on_host(tensor) for name, tensor in found.items()}
             parts["rows_sha256"] = pool.submit(save_tensors, prefix_rows_file(job, layer), tensors)
         if attended is not None:
             parts["attended_sha256"] = pool.submit(keep_attended, job, layer, attended)
     more = {name: part.result() for name, part in parts.items()}
     save_dense(job, (dense_unit(layer), dense_file(job, layer)), encoded, **more)
     if attended is not None:
-        forget_streams_before(job, layer)
+        forget_attended_before(job, layer)
 
 
 class _DenseEncoder:
@@ -259,18 +262,19 @@ def _mlp_of(job: Job, layer: int) -> str:
 
 
 def _rows(
-    job: Job, layer: int, streams: Streams, exact: LayerWeights, lossy: LayerWeights, hessian: Tensor
+    job: Job, layer: int, streams: Streams, exact: LayerWeights, lossy: LayerWeights, hessian: Tensor, here: bool
 ) -> PrefixRows:
-    """What a layer's experts are encoded on, once its other linears are there."""
+    """What a layer's experts are encoded on, once its other linears are there; here: in this process."""
     count, length, d = streams[SOURCE].x.shape
     tokens, k, at = count * length, job.config.num_experts_per_tok, 0
-    x, source, missing = (torch.empty(tokens, d, dtype=job.states_dtype) for _ in range(3))
+    home = rows_home(job, 3 * tokens * d * job.states_dtype.itemsize) if here else None
+    x, source, missing = (torch.empty(tokens, d, dtype=job.states_dtype, device=home) for _ in range(3))
     fit = MoeRows(x, torch.empty(tokens, k, dtype=torch.int64), torch.empty(tokens, k))
     for rows in paired_rows(job, layer, streams, exact):
         part = slice(at, at := at + len(rows.found))
         found = _expert_rows(job, layer, rows, exact, lossy)
         for kept, new in zip((fit.x, fit.expert_ids, fit.weights, source, missing), found, strict=True):
-            into_host(kept[part], new)
+            fill(kept[part], new)
     return PrefixRows(fit, source, missing, halves(range(count), length), hessian.cpu())
 
 

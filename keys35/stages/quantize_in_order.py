@@ -15,8 +15,8 @@ from keys35.stages.needs import encoded_bytes, prefix_bytes
 from keys35.stages.prefix import encode_behind_prefix
 from keys35.stages.schedule import AHEAD, Conclude, Step, carry_out
 from keys35.stages.shared import finish_layer
-from keys35.stages.streams import Streams, attended_file, prefix_rows_file, prefix_states_file
-from keys35.stages.units import by_width, dense_unit, encoded_last, final_units, prefix_unit, shared_unit, unit_rules
+from keys35.stages.streams import Handed, attended_file, prefix_rows_file
+from keys35.stages.units import by_width, dense_unit, encoded_last, final_units, shared_unit, unit_rules
 from keys35.stages.workers import Workers, final_task, open_workers
 
 APART = AHEAD + 1  # places from layer to layer: one begins when the layer before is finished
@@ -39,7 +39,6 @@ def quantize_in_order(
         steps = list(_steps(job, mine, allocation or load_allocation(job)))
         carry_out(job, "quantize", steps, pool, progress, finished, sum(prefix_bytes(job.config, job.recipe)))
     for layer in job.config.layers:
-        prefix_states_file(job, layer).unlink(missing_ok=True)
         attended_file(job, layer).unlink(missing_ok=True)
     for layer in job.config.mtp_layers:
         rows_file(job, layer).unlink(missing_ok=True)  # which the measurement left
@@ -57,10 +56,9 @@ def _steps(job: Job, shelf: Shelf | None, allocation: dict[int, list[float]]) ->
             return act(job, layer, windows, allocation)
         return do
 
-    handed: dict[int, Streams] = {}
+    handed = Handed()
+    prepare = partial(encode_behind_prefix, handed=handed, shelf=shelf)
     for layer in job.config.layers:
-        awaited = _awaited(job, layer)
-        prepare = partial(encode_behind_prefix, shelf=shelf, handed=handed if awaited else None)
         place, units = APART * layer, final_units(job, layer) if job.config.is_moe(layer) else []
         encoded = [job.work.receipt(unit.name) is not None for unit in units]
         prepared = job.work.receipt(dense_unit(layer)) is not None
@@ -75,15 +73,13 @@ def _steps(job: Job, shelf: Shelf | None, allocation: dict[int, list[float]]) ->
                            for role in (Role.EXPERT, Role.MTP_EXPERT)), "experts")
         if not job.config.is_mtp(layer):
             last = encoded_last(job, layer)
-            yield Step(f"layer {layer}: states onward", place + APART, not awaited,
+            yield Step(f"layer {layer}: states onward", place + APART, not _awaited(job, layer),
                        alone(partial(finish_layer, handed=handed), layer),
                        encoded_bytes([last] if last else [], Role.DENSE, [job.recipe.dense.bits]))
 
 
-def _awaited(job: Job, layer: int) -> list[str]:
-    """What `finish_layer` has still to do for a layer."""
-    if job.config.is_mtp(layer):
-        return []
-    last, onward = encoded_last(job, layer), layer + 1 in job.config.layers
-    due = [shared_unit(layer)] * bool(last) + [prefix_unit(layer)] * onward
-    return [unit for unit in due if job.work.receipt(unit) is None]
+def _awaited(job: Job, layer: int) -> bool:
+    """Whether `finish_layer` has still to encode something of a layer, or to hand its states to the next one."""
+    due = [shared_unit(layer)] * bool(encoded_last(job, layer))
+    due += [dense_unit(layer + 1)] * (layer + 1 in job.config.layers)
+    return any(job.work.receipt(unit) is None for unit in due)

@@ -166,7 +166,7 @@ def _read(job: Job, store: WeightStore, layer: int, width: int) -> tuple[StoredL
         lossy = simulated(job, layer)
     elif layer in job.config.moe_layers:
         candidates = Candidates(job, layer)
-        lossy, hold = candidates.decoded([width] * job.experts), partial(candidates.hold, width)
+        lossy, hold = candidates.decoded([width] * job.experts), partial(candidates.hold, [width] * job.experts)
     if job.device.type == "cuda":
         with ThreadPoolExecutor(1) as beside:
             holding = beside.submit(hold) if hold else None

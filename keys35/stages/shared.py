@@ -24,10 +24,8 @@ from keys35.stages.streams import (
     SECOND_HALF,
     SHARED,
     SOURCE,
-    Streams,
-    attended_file,
+    Handed,
     halves,
-    keep_streams,
     lacking,
     rows_of,
     states_attended,
@@ -40,23 +38,22 @@ SHARED_DOWN = f"{SHARED}.down_proj"
 
 
 def finish_layer(
-    job: Job, layer: int, windows: Windows, allocation: dict[int, list[float]], handed: dict[int, Streams]
+    job: Job, layer: int, windows: Windows, allocation: dict[int, list[float]], handed: Handed
 ) -> None:
-    """Encode what comes last of a layer whose experts are encoded; both streams onward, where a layer follows.
+    """Encode what comes last of a layer whose experts are encoded; both streams onward.
 
-    handed: by layer, both streams behind attention, as `encode_behind_prefix` leaves them; they are lost.
+    handed: both streams behind attention, as `encode_behind_prefix` leaves them, which are lost; gets them behind the
+    layer.
     """
-    attended = handed.pop(layer, None) or states_attended(job, layer, windows, allocation)
+    attended = handed.attended.pop(layer, None) or states_attended(job, layer, windows, allocation)
     source = through(job, layer, attended.pop(SOURCE), SOURCE, layer_weights(job, job.store, layer), SECOND_HALF)
     last, done = encoded_last(job, layer), job.work.receipt(shared_unit(layer)) is not None
     lossy = MixStore(job, allocation, final=True, first=not done).layer(layer)
     if last and not done:
         matrix = _encode_down(job, last, source, attended[QUANTIZED], lossy)
         lossy = Overlay(lossy, {SHARED_DOWN: matrix})
-    if layer + 1 in job.config.layers:
-        found = through(job, layer, attended.pop(QUANTIZED), QUANTIZED, lossy, SECOND_HALF)
-        keep_streams(job, layer, {SOURCE: source, QUANTIZED: found})
-    attended_file(job, layer).unlink(missing_ok=True)
+    found = through(job, layer, attended.pop(QUANTIZED), QUANTIZED, lossy, SECOND_HALF)
+    handed.onward[layer] = {SOURCE: source, QUANTIZED: found}
 
 
 def _encode_down(job: Job, rule: TensorRule, source: States, attended: States, lossy: LayerWeights) -> Tensor:

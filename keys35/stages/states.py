@@ -15,7 +15,7 @@ from keys35.glm.config import GlmConfig
 from keys35.glm.layer import decoder_layer, show_attention
 from keys35.glm.names import EMBEDDING
 from keys35.glm.weights import WeightStore
-from keys35.host import into_host
+from keys35.host import fill, on_host
 from keys35.precision import short_products
 
 WINDOWS_AT_ONCE_TOKENS = 8192
@@ -23,7 +23,7 @@ WINDOWS_AT_ONCE_TOKENS = 8192
 
 @dataclass(frozen=True)
 class States:
-    """Windows after some layer, on the host.
+    """Windows after some layer, on the host or on a GPU with room for them.
 
     x (N, W, d), float32 or bfloat16; chosen: per window the DSA selection, bool (W, W), or None; broken: the windows
     that had a value which is not finite when they were computed.
@@ -44,7 +44,7 @@ class States:
         table = store.tensor(EMBEDDING)
         x = torch.empty(*tokens.shape, table.shape[1], dtype=dtype)
         for index, window in enumerate(tokens):
-            into_host(x[index], table[window.to(table.device)])
+            fill(x[index], table[window.to(table.device)])
         return cls.start(x)
 
     def advance(
@@ -69,7 +69,7 @@ class States:
             with short_products(device):
                 new, selected = through(config, layer, weights, windows, selections, observer=observer)
             for index, state in enumerate(new, first):
-                into_host(after[index], state)
+                fill(after[index], state)
             chosen += [None if s is None else s.cpu() for s in selected]
             broken += [first + index for index in _broken(new)]
         return States(after, tuple(chosen), tuple(broken))
@@ -93,6 +93,10 @@ class States:
             selections = [None if s is None else s.to(device) for s in self.chosen[part]]
             yield first, list(self.x[part].to(device).float()), selections
 
+    def to(self, device: torch.device) -> "States":
+        """The same states on a device."""
+        return States(self.x.to(device), self.chosen, self.broken)
+
     def part(self, windows: slice) -> "States":
         """Some of the windows."""
         return States(self.x[windows], self.chosen[windows])
@@ -111,7 +115,7 @@ class States:
 
     def tensors(self, prefix: str, keep_selection: bool) -> dict[str, Tensor]:
         """Named tensors for the work directory; selections as packed bits, and only if a next layer shares them."""
-        tensors = {f"{prefix}.x": self.x}
+        tensors = {f"{prefix}.x": on_host(self.x)}
         if keep_selection and self.chosen[0] is not None:
             tensors[f"{prefix}.chosen"] = _pack(self.chosen)
         return tensors

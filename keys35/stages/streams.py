@@ -1,11 +1,11 @@
 """The two streams of states that go through the layers of a quantized prefix: the source's, and what is encoded gives.
 
-Both are of the fit windows; they are on disk behind one layer at a time, or behind its attention while its experts are
-encoded.
+Both are of the fit windows. They are on disk behind one layer's attention at a time; what its MLP makes of them, a
+driver that goes on has in memory.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -20,8 +20,9 @@ from keys35.glm.layer import behind_attention, behind_mlp, mlp_inputs
 from keys35.stages.candidates import MixStore
 from keys35.stages.capture import layer_weights, mtp_states, next_shares
 from keys35.stages.job import Job
+from keys35.stages.room import states_home
 from keys35.stages.states import States, read_states, save_states
-from keys35.stages.units import dense_unit, layer_name, prefix_unit
+from keys35.stages.units import dense_unit, layer_name
 
 STREAMS = SOURCE, QUANTIZED = "source", "quantized"
 SHARED = "mlp.shared_experts"
@@ -78,23 +79,30 @@ def halves(windows: range, length: int) -> Tensor:
     return (torch.tensor(windows) % 2 == 0).repeat_interleave(length)
 
 
-def states_before(job: Job, layer: int, windows: Windows, allocation: dict[int, list[float]]) -> Streams:
+@dataclass
+class Handed:
+    """Streams in the memory of a driver that goes on: behind a layer's attention, and behind the layer.
+
+    Those of one that was killed are read from disk, or made again from what is there.
+    """
+
+    attended: dict[int, Streams] = field(default_factory=dict)
+    onward: dict[int, Streams] = field(default_factory=dict)
+
+
+def states_before(
+    job: Job, layer: int, windows: Windows, allocation: dict[int, list[float]], handed: Handed | None = None
+) -> Streams:
     """Both streams as they enter a layer."""
+    home, mtp = states_home(job), job.config.is_mtp(layer)
     if layer == 0:
-        return {name: States.embedded(job.store, windows.tokens, job.states_dtype) for name in STREAMS}
-    streams = _states_after(job, min(layer, job.config.num_hidden_layers) - 1, windows, allocation)
-    if not job.config.is_mtp(layer):
+        return {name: States.embedded(job.store, windows.tokens, job.states_dtype).to(home) for name in STREAMS}
+    previous, onward = min(layer, job.config.num_hidden_layers) - 1, handed.onward if handed else {}
+    streams = (onward.get if mtp else onward.pop)(previous, None) or _states_after(job, previous, windows, allocation)
+    if not mtp:
         return streams
     weights = layer_weights(job, job.store, layer, experts=False)
-    return {name: mtp_states(job, job.store, weights, streams[name], windows.tokens) for name in STREAMS}
-
-
-def keep_streams(job: Job, layer: int, after: Streams) -> None:
-    """Both streams behind a layer onto disk, in place of those before it."""
-    path = prefix_states_file(job, layer)
-    # Not among the receipt's files: they are deleted when the next layer's are there.
-    job.work.commit(prefix_unit(layer), [], {"sha256": save_states(path, after, next_shares(job, layer))})
-    forget_streams_before(job, layer)
+    return {name: mtp_states(job, job.store, weights, streams[name], windows.tokens).to(home) for name in STREAMS}
 
 
 def keep_attended(job: Job, layer: int, attended: Streams) -> str:
@@ -102,39 +110,36 @@ def keep_attended(job: Job, layer: int, attended: Streams) -> str:
     return save_states(attended_file(job, layer), attended, next_shares(job, layer))
 
 
-def forget_streams_before(job: Job, layer: int) -> None:
-    """Drop the states that enter a layer, which later ones replace."""
+def forget_attended_before(job: Job, layer: int) -> None:
+    """Drop the streams behind the attention of the layer before, which a layer's replace."""
     if layer:
-        prefix_states_file(job, layer - 1).unlink(missing_ok=True)
+        attended_file(job, layer - 1).unlink(missing_ok=True)
 
 
 def _states_after(job: Job, layer: int, windows: Windows, allocation: dict[int, list[float]]) -> Streams:
-    """Both streams behind an encoded layer, from disk; computed again from the last ones kept if they are gone."""
-    path, receipt = prefix_states_file(job, layer), job.work.receipt(prefix_unit(layer))
-    if receipt is not None and path.exists():
-        return read_states(load_tensors(path, expect_sha256=receipt["data"]["sha256"]), STREAMS)
-    return _advanced(job, layer, states_before(job, layer, windows, allocation), allocation)
+    """Both streams behind a layer that is encoded, from those behind its attention."""
+    return _advanced(job, layer, states_attended(job, layer, windows, allocation), allocation, SECOND_HALF)
 
 
 def states_attended(job: Job, layer: int, windows: Windows, allocation: dict[int, list[float]]) -> Streams:
     """Both streams behind the attention of a layer whose dense linears are encoded, from disk or computed again."""
     path, expected = attended_file(job, layer), job.work.require(dense_unit(layer))["data"].get("attended_sha256")
     if expected is not None and path.exists():
-        return read_states(load_tensors(path, expect_sha256=expected), STREAMS)
+        kept = read_states(load_tensors(path, expect_sha256=expected), STREAMS)
+        return {name: states.to(states_home(job)) for name, states in kept.items()}
     return _advanced(job, layer, states_before(job, layer, windows, allocation), allocation, FIRST_HALF)
 
 
 def _advanced(
-    job: Job, layer: int, before: Streams, allocation: dict[int, list[float]],
-    halves: Halves = FIRST_HALF + SECOND_HALF,
+    job: Job, layer: int, before: Streams, allocation: dict[int, list[float]], half: Halves
 ) -> Streams:
-    """Both streams through an encoded layer, or half of it; the states before it are lost."""
-    whole = behind_mlp in halves  # otherwise neither experts are needed nor what is encoded behind them
-    exact = layer_weights(job, job.store, layer, experts=whole)
-    source = through(job, layer, before.pop(SOURCE), SOURCE, exact, halves)
+    """Both streams through half of an encoded layer; the states before it are lost."""
+    second = half == SECOND_HALF  # the first needs neither experts nor what is encoded behind them
+    exact = layer_weights(job, job.store, layer, experts=second)
+    source = through(job, layer, before.pop(SOURCE), SOURCE, exact, half)
     del exact  # a GPU has room for few layers
-    lossy = MixStore(job, allocation, final=True, first=not whole).layer(layer)
-    return {SOURCE: source, QUANTIZED: through(job, layer, before.pop(QUANTIZED), QUANTIZED, lossy, halves)}
+    lossy = MixStore(job, allocation, final=True, first=not second).layer(layer)
+    return {SOURCE: source, QUANTIZED: through(job, layer, before.pop(QUANTIZED), QUANTIZED, lossy, half)}
 
 
 def through(
@@ -160,11 +165,6 @@ def require_finite(layer: int, streams: Streams) -> None:
                 f"layer {layer} gives values that are not finite in {len(states.broken)} of {len(states.x)} fit "
                 f"windows of the {name} prefix: use encoder.prefix = \"source\", or wider dense.bits"
             )
-
-
-def prefix_states_file(job: Job, layer: int) -> Path:
-    """Both streams' states behind a layer."""
-    return job.work.path("prefix", f"{layer_name(layer)}-states.safetensors")
 
 
 def prefix_rows_file(job: Job, layer: int) -> Path:

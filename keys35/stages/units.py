@@ -114,11 +114,6 @@ def sensitivity_unit(part: int) -> str:
     return f"{SENSITIVITY}/part-{part:03d}"
 
 
-def prefix_unit(layer: int) -> str:
-    """Receipt of the states that a layer gives, as the source has it and as it is encoded."""
-    return f"quantize/prefix/{layer_name(layer)}"
-
-
 def dense_unit(layer: int) -> str:
     """Receipt of a layer's fixed-width dense linears."""
     return f"quantize/dense/{layer_name(layer)}"

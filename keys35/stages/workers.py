@@ -112,6 +112,11 @@ def unit_worker(job: Job, shelf: Shelf | None = None) -> Callable[[Task], None]:
     def choose(unit: ExpertUnit, chosen: Chosen) -> None:
         encode_chosen(job, unit, chosen, rows(unit.layer), shelf.reader)
 
+    def finish(unit: ExpertUnit, chosen: dict[int, list[int]]) -> None:
+        if alone and job.reads_ahead:  # the source's stream passes the layer once all of it is encoded
+            coming.submit(job.source.prefetch, _share_behind(job, unit, unit.layer))
+        encode_final(job, unit, chosen, behind_prefix(unit.layer), shelf.reader)
+
     def work(task: Task) -> None:
         match task.arguments:
             case {"layer": layer, "start": start, "widths": widths, "keep": keep, "then": chosen}:
@@ -122,7 +127,7 @@ def unit_worker(job: Job, shelf: Shelf | None = None) -> Callable[[Task], None]:
             case {"layer": layer, "start": start, "chosen": chosen}:
                 choose(_unit(job, layer, start), dict(chosen))
             case {"layer": layer, "start": start, "final": chosen}:
-                encode_final(job, _unit(job, layer, start, FINAL), dict(chosen), behind_prefix(layer), shelf.reader)
+                finish(_unit(job, layer, start, FINAL), dict(chosen))
             case {"layer": layer}:
                 encode_dense(job, layer)
             case {"part": part}:
@@ -141,14 +146,21 @@ def _following(job: Job, unit: ExpertUnit) -> ExpertUnit | None:
 def upcoming(job: Job, unit: ExpertUnit) -> list[str]:
     """A unit's share of the tensors that are read after its layer: those of the next one.
 
-    Behind the last layer the layers' weights are measured, from the first one on. Where that is the same layer, each
-    share is of tensors whose encoding lies behind: reading one for that drops it from the system's cache.
+    Behind the last layer the layers' weights are measured, from the first one on.
     """
-    units = expert_units(job, unit.layer)
-    layer = unit.layer + 1 if unit.layer + 1 in job.config.layers else 0
-    place = units.index(unit) - (layer == unit.layer)
-    after = [rule.source for rule in job.rules.values() if rule.layer == layer]
-    return after[max(0, len(after) * place // len(units)) : len(after) * (place + 1) // len(units)]
+    return _share_behind(job, unit, unit.layer + 1 if unit.layer + 1 in job.config.layers else 0)
+
+
+def _share_behind(job: Job, unit: ExpertUnit, layer: int) -> list[str]:
+    """A unit's share of the tensors of a layer that is read next.
+
+    Where that is its own, each share is of tensors whose encoding lies behind: reading one for that drops it from the
+    system's cache.
+    """
+    units = job.expert_groups()
+    place = units.index(unit.experts) - (layer == unit.layer)
+    tensors = [rule.source for rule in job.rules.values() if rule.layer == layer]
+    return tensors[max(0, len(tensors) * place // len(units)) : len(tensors) * (place + 1) // len(units)]
 
 
 def _unit(job: Job, layer: int, start: int, folder: str = MEASURED) -> ExpertUnit:

@@ -12,11 +12,13 @@ import torch
 from small import digest, small_recipe
 
 from keys35.progress import Progress
+from keys35.stages import needs, room
 from keys35.stages.capture import calibration_windows
 from keys35.stages.job import open_job
 from keys35.stages.measure import measure
 from keys35.stages.pipeline import run
 from keys35.stages.prefix import encode_behind_prefix
+from keys35.stages.streams import Handed
 from keys35.stages.units import dense_unit, expert_units
 
 pytestmark = [
@@ -65,7 +67,7 @@ def behind_prefix(source: Path, root: Path, backend: str) -> tuple[dict[str, str
     recipe = small_recipe(encoder={"prefix": "quantized", "backend": backend})
     with open_job(source, recipe, root / "work") as job:
         if backend == "cpu":
-            encode_behind_prefix(job, 0, calibration_windows(job)["fit"], {})()
+            encode_behind_prefix(job, 0, calibration_windows(job)["fit"], {}, Handed())()
         else:
             run(job, root / "out", Progress(job.work), tp=1)
         errors = job.work.require(dense_unit(0))["data"]["proxy_error"]
@@ -79,3 +81,14 @@ def test_a_quantized_prefix_repeats_on_a_gpu_and_encodes_as_on_the_cpu(source, t
     _, theirs = behind_prefix(source, tmp_path / "cpu", "cpu")
     # inputs rounded as a GPU's short products round them move so small a linear's own error by 3 % either way
     assert ours == pytest.approx(theirs, rel=0.12) and sum(ours) == pytest.approx(sum(theirs), rel=0.03)
+
+
+def test_a_gpu_without_room_for_states_and_rows_makes_the_same_bytes(source, tmp_path, monkeypatch) -> None:
+    """They are kept on the host then, and pass through pinned memory."""
+    roomy, _ = behind_prefix(source, tmp_path / "roomy", "cuda")
+    with monkeypatch.context() as patch:
+        patch.setattr(room, "_memory", lambda job: 0)
+        patch.setattr(needs, "ROWS_ON_DEVICE", 0)
+        small, _ = behind_prefix(source, tmp_path / "small", "cuda")
+    made = {name for name in roomy if name.endswith((".safetensors", ".json")) and "MAKING" not in name}
+    assert made and {name: roomy[name] for name in made} == {name: small[name] for name in made}

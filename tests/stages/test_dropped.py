@@ -133,9 +133,12 @@ def test_it_enters_no_statistic(windows, one_bad, tmp_path, backend, caplog):
     x = opened.read("model.embed_tokens.weight")[kept["fit"].tokens.flatten()].double()
     x *= torch.rsqrt(x.square().mean(1, keepdim=True) + opened.config["rms_norm_eps"])
     x *= opened.read("model.layers.0.input_layernorm.weight").double()
-    torch.testing.assert_close(stored[0]["hessian.self_attn.q_a_proj"].double(), x.T @ x / len(x), rtol=1e-4, atol=1e-5)
-    shared, routed = stored[1]["hessian.mlp.shared_experts.gate_proj"].double(), rows.fit.x.double()
-    torch.testing.assert_close(shared, routed.T @ routed / len(routed), rtol=1e-4, atol=1e-4)
+    found = stored[0]["hessian.self_attn.q_a_proj"], stored[1]["hessian.mlp.shared_experts.gate_proj"]
+    for hessian, inputs in zip(found, (x, rows.fit.x.double()), strict=True):
+        wanted = inputs.T @ inputs / len(inputs)
+        size = wanted.diagonal().sqrt()
+        rounding = 2e-3 if backend == "cuda" else 1e-4  # of a GPU's short products; a window more would be 5e-2
+        assert ((hessian.double() - wanted).abs() <= rounding * size * size[:, None]).all()
 
 
 def test_the_mtp_layer_and_the_layer_weights_go_on_without_it(one_bad):

@@ -86,9 +86,9 @@ def test_states_and_encoder_hold_one_layers_weights_at_a_time(
         monkeypatch.setattr(module, "layer_weights", watched)
     with open_job(tiny.source, RECIPE, tmp_path / "work") as job:
         dense = dense_file(job, 3).read_bytes()
-        prefix.encode_behind_prefix(job, 3, calibration_windows(job)["fit"], load_allocation(job))()
+        prefix.encode_behind_prefix(job, 3, calibration_windows(job)["fit"], load_allocation(job), streams.Handed())()
         assert dense_file(job, 3).read_bytes() == dense
-    assert most == [1] * 5, "three layers before it, and its own for its input and to be encoded"
+    assert most == [1] * 8, "three layers before it by halves, and its own for its input and to be encoded"
 
 
 def test_measured_experts_stay_and_nothing_passing_does(tiny, measured: Path, whole: Path) -> None:
@@ -112,7 +112,8 @@ def test_rows_in_memory_are_those_on_disk(tiny, whole: Path, tmp_path: Path) -> 
     shutil.copytree(whole / "work", tmp_path / "work")
     with open_job(tiny.source, RECIPE, tmp_path / "work") as job:
         shelf = Shelf(job)
-        prefix.encode_behind_prefix(job, 1, calibration_windows(job)["fit"], load_allocation(job), shelf)()
+        fit, allocation = calibration_windows(job)["fit"], load_allocation(job)
+        prefix.encode_behind_prefix(job, 1, fit, allocation, streams.Handed(), shelf)()
         kept, read = shelf.rows[1], prefix.prefix_rows(job, 1)
         assert torch.equal(kept.half, read.half) and torch.equal(kept.fit.weights, read.fit.weights)
         assert all(torch.equal(getattr(kept, name), getattr(read, name)) for name in ("source", "missing", "hessian"))
@@ -144,8 +145,8 @@ def test_dying_anywhere_changes_nothing(
     moments = [
         ("quantize/dense/layer-001", "before"), ("final/layer-001/0001", "behind"), ("final/layer-001/0003", "behind"),
         ("quantize/shared/layer-001", "before"), ("quantize/shared/layer-001", "behind"),
-        ("quantize/prefix/layer-001", "before"), ("quantize/prefix/layer-001", "behind"),
-        ("quantize/dense/layer-002", "behind"), ("quantize/prefix/layer-002", "behind"),
+        ("quantize/dense/layer-002", "before"), ("quantize/dense/layer-002", "behind"),
+        ("quantize/shared/layer-002", "behind"), ("quantize/dense/layer-003", "before"),
     ]
     die_at(monkeypatch, moments)
     while moments:
@@ -203,9 +204,9 @@ def test_damaged_states_behind_attention_are_refused_and_lost_ones_made_again(
 
 
 KILLED_BEHIND = (
-    "quantize/dense/layer-000", "final/layer-001/0001", "quantize/shared/layer-001", "quantize/prefix/layer-001",
-    "quantize/dense/layer-002",
-    "final/layer-002/0002", "quantize/prefix/layer-002", "quantize/dense/layer-003", "final/layer-003/0003",
+    "quantize/dense/layer-000", "quantize/dense/layer-001", "final/layer-001/0001", "quantize/shared/layer-001",
+    "quantize/dense/layer-002", "final/layer-002/0002", "quantize/shared/layer-002", "quantize/dense/layer-003",
+    "final/layer-003/0003",
 )
 """Receipts whose appearance is followed by a kill -9, at a random moment of the unit after it."""
 

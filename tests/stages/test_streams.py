@@ -18,6 +18,7 @@ from keys35.stages.streams import (
     SHARED,
     SOURCE,
     STREAMS,
+    Handed,
     attended_file,
     lacking,
     paired_rows,
@@ -79,26 +80,26 @@ def test_experts_are_left_what_the_shared_expert_and_attention_lack(job, streams
 def test_rounded_states_are_made_again_as_they_were_kept(tiny, tmp_path) -> None:
     """bfloat16 rounds them behind attention, too, whether they lie on disk there, are handed over or pass on."""
     calibration = RECIPE.calibration.model_dump() | {"states": "bfloat16"}
-    recipe, handed = tiny_recipe(encoder={"prefix": "quantized"}, calibration=calibration), {}
+    recipe, handed = tiny_recipe(encoder={"prefix": "quantized"}, calibration=calibration), Handed()
     with open_job(tiny.source, recipe, tmp_path / "work") as job:
         windows = calibration_windows(job)["fit"]
         for layer in (0, LAYER):
-            prefix.encode_behind_prefix(job, layer, windows, {}, handed=handed)()
+            prefix.encode_behind_prefix(job, layer, windows, {}, handed)()
             if layer < LAYER:
                 finish_layer(job, layer, windows, {}, handed)
         kept = states_attended(job, LAYER, windows, {})
         attended_file(job, LAYER).unlink()
         again = states_attended(job, LAYER, windows, {})
-    assert list(handed) == [LAYER] and kept[SOURCE].x.dtype == torch.bfloat16
+    assert list(handed.attended) == [LAYER] and not handed.onward and kept[SOURCE].x.dtype == torch.bfloat16
     for name in STREAMS:
-        for states in (again[name], handed[LAYER][name]):
+        for states in (again[name], handed.attended[LAYER][name]):
             assert torch.equal(states.x, kept[name].x)
             assert all(torch.equal(a, b) for a, b in zip(states.chosen, kept[name].chosen, strict=True))
 
 
 def test_disk_holds_at_most_what_is_asked_for(tiny, tmp_path, monkeypatch) -> None:
     """Looked at before each receipt, when all files are there; both are asked for: rows, and states in two places."""
-    commit, found, handed = Workdir.commit, [], {}
+    commit, found, handed = Workdir.commit, [], Handed()
 
     def looked_at(self: Workdir, *arguments: object) -> None:
         found.append(sum(path.stat().st_size for path in self.path("prefix").glob("*")))
@@ -107,9 +108,9 @@ def test_disk_holds_at_most_what_is_asked_for(tiny, tmp_path, monkeypatch) -> No
     monkeypatch.setattr(Workdir, "commit", looked_at)
     with open_job(tiny.source, RECIPE, tmp_path / "work") as job:
         windows = calibration_windows(job)["fit"]
-        prefix.encode_behind_prefix(job, 0, windows, {}, handed=handed)()
+        prefix.encode_behind_prefix(job, 0, windows, {}, handed)()
         finish_layer(job, 0, windows, {}, handed)
-        prefix.encode_behind_prefix(job, LAYER, windows, {}, handed=handed)()
+        prefix.encode_behind_prefix(job, LAYER, windows, {}, handed)()
         states, rows = prefix_bytes(job.config, RECIPE)
     assert 0.97 * (states + rows) < max(found) < states + rows
 
