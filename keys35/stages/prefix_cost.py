@@ -9,7 +9,6 @@ from keys35.recipe import Recipe
 
 FLOAT_BYTES = 4
 SQUARES = 8  # float32 (in, in) on the device while a linear is corrected: its sums, their total, and a system's parts
-OF_AN_EXPERT = ("gate and up of an expert", "down of an expert")
 
 
 @dataclass(frozen=True)
@@ -24,22 +23,18 @@ class PrefixSeconds:
     waiting: float = 0.0
 
 
-def prefix_seconds(
-    measured: Mapping[str, Any], behind: Mapping[str, Any], solves: Mapping[str, Any], config: GlmConfig, recipe: Recipe
-) -> PrefixSeconds:
-    """From a layer measured with the source's prefix, one behind a quantized one, and a correction's solves alone.
+def prefix_seconds(measured: Mapping[str, Any], config: GlmConfig, recipe: Recipe) -> PrefixSeconds:
+    """From a layer behind a quantized prefix, as reports/benchmarks/prefix-layer-h200.json has it.
 
-    The files of reports/benchmarks: real-layer-h200.json, prefix-layer-h200.json, prefix-solves-h200.json. Linears are
-    not encoded here: an expert's last encoding is among `encoder_passes`.
+    Linears are not encoded here: an expert's last encoding is among `encoder_passes`. Its sums and solves are taken to
+    grow with the text, as only the sums do.
     """
-    fit, spent = recipe.calibration.fit_windows * recipe.calibration.window, measured["seconds"]
-    more = fit / behind["tokens"]["fit"]
-    dense, experts = behind["behind_prefix"]["dense"], behind["behind_prefix"]["experts"]
+    fit, parts = recipe.calibration.fit_windows * recipe.calibration.window, measured["behind_prefix"]
+    more, dense, experts = fit / measured["tokens"]["fit"], parts["dense"], parts["experts"]
     corrected = more * (dense["forward"] + dense["writing"]) + dense["Hessians"]
-    again = spent["reading"] / 2  # the measured layer was read twice, for its pass and to encode its experts
-    onward = more * (behind["onward_seconds"] - again) + again
-    solving = config.n_routed_experts * sum(solves["cases"][name]["solve_ms"] for name in OF_AN_EXPERT) / 1e3
-    of_experts = solving + more * (experts["Hessians"] - solving) + experts["reading"] + experts["writing"]
+    again = measured["measuring"]["reading"]  # the source's stream passes the layer, which is read once more
+    onward = more * (measured["onward_seconds"] - again) + again
+    of_experts = more * experts["Hessians"] + experts["reading"] + experts["writing"]
     moe = sum(config.is_moe(layer) for layer in config.layers)  # the MTP layer is one
     waiting = moe * more * (dense["saving"] - dense["writing"])
     return PrefixSeconds(len(config.layers) * (corrected + onward), moe * of_experts, waiting)

@@ -13,7 +13,7 @@ from keys35.stages.prefix_cost import PrefixSeconds, prefix_seconds
 from keys35.stages.sizes import exl3_bytes
 
 GPUS = 1, 8
-MEASURED, BEHIND = "real-layer-h200.json", ("prefix-layer-h200.json", "prefix-solves-h200.json")
+MEASURED, BEHIND = "real-layer-h200.json", "prefix-layer-h200.json"
 ASSUMPTIONS = (
     "every layer takes what the measured one took: the encoder by weights and widths, forward pass, Hessians and "
     "judging by calibration tokens, the rest by layer",
@@ -91,7 +91,7 @@ def simulated_hours(config: GlmConfig, recipe: Recipe) -> float | None:
 def projected(config: GlmConfig, recipe: Recipe) -> Projection | None:
     """From the layer that the shipped benchmark measured; None where it is not at hand."""
     folder = resource_dir("benchmarks", "reports/benchmarks")
-    needed = [folder / name for name in (MEASURED, *BEHIND)[: 3 if recipe.encoder.prefix == "quantized" else 1]]
+    needed = [folder / name for name in (MEASURED, BEHIND)[: 1 + (recipe.encoder.prefix == "quantized")]]
     if not all(path.is_file() for path in needed):
         return None
     measured, *behind = (read_json(path) for path in needed)
@@ -100,14 +100,15 @@ def projected(config: GlmConfig, recipe: Recipe) -> Projection | None:
 
 def project(
     measured: Mapping[str, Any], config: GlmConfig, recipe: Recipe,
-    behind: Mapping[str, Any] | None = None, solves: Mapping[str, Any] | None = None,
+    behind: Mapping[str, Any] | None = None,
 ) -> Projection:
     """From a measured layer, as reports/benchmarks/real-layer-h200.json has it, to a model and its recipe.
 
-    behind and solves: what `prefix_seconds` reads, needed for a quantized prefix.
+    behind: another, as prefix-layer-h200.json has it, needed for a quantized prefix.
     """
     rules = list(census(config).values())
-    a_weight, passes = 1e-6 / measured["encode_mws_a_width"], list(encoder_passes(rules, config, recipe))
+    passes = list(encoder_passes(rules, config, recipe))
+    a_weight = 1e-6 / (behind if _is_behind(recipe) else measured)["encode_mws_a_width"]
     encode = a_weight * sum(_padded(rule) * times for rule, times in passes)
     choice, layers = recipe.calibration, len(config.layers)
     forward, other = (layers * seconds for seconds in _measuring(measured, recipe, behind))
@@ -116,7 +117,7 @@ def project(
     prefix = PrefixSeconds()
     alone = 0.0  # what no second GPU makes faster
     if recipe.encoder.prefix == "quantized":
-        prefix = prefix_seconds(measured, behind, solves, config, recipe)
+        prefix = prefix_seconds(behind, config, recipe)
         alone = prefix.alone + a_weight * sum(_padded(rule) for rule, _ in passes if rule.role is Role.DENSE)
     spread = encode + other + weighing
     behind_it = prefix.alone + prefix.shared
@@ -129,20 +130,23 @@ def project(
     )
 
 
+def _is_behind(recipe: Recipe) -> bool:
+    """Whether experts are encoded behind a quantized prefix and, but for a sample, nowhere else."""
+    return recipe.experts.measure == "predicted" and recipe.encoder.prefix == "quantized"
+
+
 def _measuring(
     measured: Mapping[str, Any], recipe: Recipe, behind: Mapping[str, Any] | None
 ) -> tuple[float, float]:
     """Seconds of a layer's forward pass, and of all else that measures it but for the encoder."""
-    choice, quantized = recipe.calibration, recipe.encoder.prefix == "quantized"
-    predicted, again = recipe.experts.measure == "predicted", 0.0
-    tokens, spent = measured["tokens"], measured["seconds"]
+    choice, tokens, spent, again = recipe.calibration, measured["tokens"], measured["seconds"], 0.0
     whole, fit = measured["layer_seconds"], choice.fit_windows * choice.window / tokens["fit"]
-    if predicted and quantized:
+    if _is_behind(recipe):
         tokens, spent = behind["tokens"], behind["measuring"]
         whole, fit = spent["all"], rows_windows(recipe) * choice.window / tokens["measured on"]
     every = (choice.fit_windows + choice.selection_windows) * choice.window / (tokens["fit"] + tokens["selection"])
     forward, judged = spent["forward"] * every, choice.selection_windows * choice.window / tokens["selection"]
-    if predicted and not quantized:  # another pass for rows when the chosen are encoded
+    if recipe.experts.measure == "predicted" and not _is_behind(recipe):  # another pass for rows to encode on
         again = measured["predicted_run"]["seconds"]["simulation"] + spent["reading"] + forward
     fixed = whole - sum(spent[kind] for kind in ("encode", "forward", "Hessians", "judging"))
     return forward, spent["Hessians"] * fit + spent["judging"] * judged + fixed + again
