@@ -220,9 +220,20 @@ class Recipe(_Section):
         """What a resume must find unchanged: all of it but the panel, which judges and does not shape."""
         return self.model_dump(mode="json", exclude={"panel"})
 
+    def published(self) -> "Recipe":
+        """What a checkpoint says of it: a set that is named by an absolute path goes by its file's name, since the
+        path tells of this machine, and nothing that does is published."""
+        return self.model_copy(update={key: part.model_copy(update={"set": set_name(part.set)})
+                                       for key, part in (("calibration", self.calibration), ("panel", self.panel))})
+
     def digest(self) -> str:
         """SHA-256 of the recipe's canonical JSON."""
         return hashlib.sha256(json.dumps(self.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
+
+
+def set_name(name: str) -> str:
+    """A set of text as a checkpoint names it."""
+    return Path(name).name if Path(name).is_absolute() else name
 
 
 def resource_dir(installed: str, in_repository: str) -> Path:

@@ -10,6 +10,7 @@ from typing import Any
 from keys35.errors import ContractError
 from keys35.files.atomic import read_json
 from keys35.files.ledger import Workdir
+from keys35.recipe import set_name
 from keys35.report.measured import MAKING, MEASUREMENTS, finished_checkpoint, making, measurements
 from keys35.report.schema import QUALITY, REPORT, read_report
 
@@ -129,10 +130,18 @@ def _row(widths: Any) -> list[float]:
 
 def of_another_job(report: dict[str, Any], work: Workdir) -> list[str]:
     """What a checkpoint's report has otherwise than a work directory's job: source, recipe but the panel, text."""
-    recipe = {key: value for key, value in report.get("recipe", {}).items() if key != "panel"}
-    made_from = {"source": report.get("source_fingerprint"), "recipe": recipe,
+    made_from = {"source": report.get("source_fingerprint"), "recipe": _shaping(report.get("recipe", {})),
                  "calibration_text": report.get("calibration_text_sha256")}
-    return [key for key, value in made_from.items() if work.job.get(key) != value]
+    job = work.job | {"recipe": _shaping(work.job.get("recipe", {}))}
+    return [key for key, value in made_from.items() if job.get(key) != value]
+
+
+def _shaping(recipe: dict[str, Any]) -> dict[str, Any]:
+    """A stored recipe without its panel, which only judges, and with its set of text as a checkpoint names it."""
+    calibration = recipe.get("calibration")
+    named = isinstance(calibration, dict) and isinstance(calibration.get("set"), str)
+    part = {"calibration": calibration | {"set": set_name(calibration["set"])}} if named else {}
+    return {key: value for key, value in recipe.items() if key != "panel"} | part
 
 
 def facts_of_work(root: Path) -> Facts:

@@ -18,7 +18,7 @@ from keys35.files.source import ShardedSource
 from keys35.glm.config import GlmConfig
 from keys35.glm.weights import WeightStore
 from keys35.progress import Progress
-from keys35.recipe import Recipe, stored_recipe
+from keys35.recipe import Recipe, set_name, stored_recipe
 from keys35.report.facts import QUALITY, REPORT
 from keys35.runtime.group import RankGroup
 from keys35.runtime.launch import (
@@ -91,7 +91,7 @@ class Validation:
         check_judged(out, tp, reference, config.vocab_size)
         store = WeightStore(source, config, device=backend_device(recipe.encoder.backend))
         self.out, self.tp, self.scratch, self.hidden = out, tp, scratch, recipe.mtp.hidden
-        self.panel, self.set = _panel_of(out, reference, config, recipe), recipe.panel.set
+        self.panel, self.set = _panel_of(out, reference, config, recipe), set_name(recipe.panel.set)
         self.runs = [PanelRun(self.panel, scratch / "reference", scratch / f"tp-{tp}")]
         for _ in progress.walk("reference", [recipe.panel.set]):
             watch = group.check if group else None
@@ -165,12 +165,13 @@ def _agreement(few: Panel, proof: Path, tp: int) -> dict[str, float]:
 
 
 def _panel_of(out: Path, reference: Path, config: GlmConfig, recipe: Recipe) -> Panel:
-    """A checkpoint's own panel. Its report says no paths: a set of a user's own is named as when the job was begun."""
+    """A checkpoint's own panel. Its report says no absolute path: a set of a user's own has to be found from here."""
     try:
         return held_out_panel(reference, config, recipe)
     except RecipeError as error:
         raise RecipeError(f"{out} cannot be judged on its recipe's panel '{recipe.panel.set}': {error}. Run this in "
-                          "the folder where the job was begun, or judge it on a text of yours with --panel") from None
+                          "the folder where the job was begun, or where the set lies, or judge it on a text of yours "
+                          "with --panel") from None
 
 
 def refuse_read_panel(recipe: Recipe, folder: Path = Path()) -> None:

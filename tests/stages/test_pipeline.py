@@ -1,6 +1,7 @@
 """The whole job on a small trained model: what it promises, held against the files it wrote."""
 
 import json
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -12,6 +13,8 @@ from keys35.errors import PlanError, ResumeError
 from keys35.exl3.linear import decode_weight
 from keys35.files.headers import read_header
 from keys35.progress import Progress
+from keys35.recipe import Recipe
+from keys35.report.facts import of_another_job
 from keys35.stages.allocate import ALLOCATION
 from keys35.stages.assemble import assemble
 from keys35.stages.check import check
@@ -186,6 +189,21 @@ def test_another_jobs_checkpoint_is_not_written_over(finished, tmp_path, key):
     (tmp_path / "KEYS35_ASSEMBLY_REPORT.json").write_text('{"recipe": []}')
     with resume_job(finished.work) as job, pytest.raises(PlanError, match="'recipe' is no object; choose an empty"):
         assemble(job, tmp_path, Progress())
+
+
+def test_a_set_at_an_absolute_path_is_published_by_its_name(finished, tmp_path):
+    """`upload` refused a home directory in a finished checkpoint, and published any other folder."""
+    with resume_job(finished.work) as job:
+        parts = {"calibration": job.recipe.calibration, "panel": job.recipe.panel}
+        sets = {key: part.model_copy(update={"set": f"/home/me/{key}.toml"}) for key, part in parts.items()}
+        recipe = job.recipe.model_copy(update=sets)
+        report = assemble(replace(job, recipe=recipe), tmp_path / "out", Progress())
+        stored = report["recipe"]
+        assert (stored["calibration"]["set"], stored["panel"]["set"]) == ("calibration.toml", "panel.toml")
+        assert Recipe.model_validate(stored).digest() == report["recipe_sha256"]
+        same = replace(job.work, job=job.work.job | {"recipe": recipe.guarded()})
+        assert of_another_job(report, same) == [] and of_another_job(report, job.work) == ["recipe"]
+        assemble(job, finished.out, Progress())  # so that the receipts are those of this folder
 
 
 def test_foreign_files_in_the_output_are_refused(finished, tmp_path):
