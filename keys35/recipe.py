@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 import tomllib
+from collections.abc import Iterator
 from fractions import Fraction
 from importlib.resources import files
 from pathlib import Path
@@ -263,13 +264,23 @@ def load_recipe(name: str | Path) -> Recipe:
     path = find_recipe(name)
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin with a byte-order mark
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # of bytes that are no text, and of integers beyond all limits, too
         raise RecipeError(f"{path}: not valid TOML: {error}") from None
+    if endless := [key for key, value in _leaves(raw) if isinstance(value, int) and abs(value) >= 1 << 63]:
+        raise RecipeError(f"{path}: {', '.join(endless)} is an integer of more than 64 bits, which TOML does not have")
     try:
         return Recipe.model_validate(raw)
     except ValidationError as error:
         lines = [f"  {'.'.join(map(str, e['loc'])) or 'recipe'}: {_plain(e)}" for e in error.errors()]
         raise RecipeError(f"{path} has {len(lines)} problem(s):\n" + "\n".join(lines)) from None
+
+
+def _leaves(table: dict[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
 
 
 def stored_recipe(value: object, refusal: type[Keys35Error], where: Path) -> Recipe:

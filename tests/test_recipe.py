@@ -42,6 +42,8 @@ def test_the_target_recipe_is_the_target():
         ("name = '../x'", "name"),
         ("[experts]", "name"),
         ("name = ", "not valid TOML"),
+        (f"name = 'x'\nseed = {'9' * 5000}", "not valid TOML"),
+        (f"name = 'x'\n[panel]\nwindows = {'9' * 400}", "panel.windows is an integer of more than 64 bits"),
     ],
 )
 def test_mistakes_are_named(tmp_path, text, named):

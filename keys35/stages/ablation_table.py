@@ -19,8 +19,9 @@ def table(result: Mapping[str, Any]) -> str:
     if not rows:
         return "\n".join(without)
     lines = [f"Panel: {rows[0]['panel_tokens']:,} tokens; noise floor {rows[0]['noise_floor']['kl']:.1e} nats. KL is "
-             "BF16 against the variant, mean over positions; `random mix` are five seeds of the two neighbouring "
-             "widths, encoded like the variant, mean and standard deviation. A KL with `r` is of a random mix that "
+             "BF16 against the variant, mean over positions; `random mix` are mixes of the two neighbouring "
+             "widths, as many as panel.random_mixes, encoded like the variant, mean and standard deviation. A KL with "
+             "`r` is of a random mix that "
              "the tool fell back to. Behind a quantized prefix KL is the checkpoint's, gains are without it on both "
              "sides. Proxy error: mean of the experts' linears, by width.", "", *without]
     for group in dict.fromkeys(row["group"] for row in rows):
