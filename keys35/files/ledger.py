@@ -30,17 +30,18 @@ BEGIN_AGAIN = "begin with `keys35 measure SOURCE --recipe R --work W` again, whi
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
+def held(folder: Path, wait: bool = False) -> Iterator[None]:
     """Hold a folder, made if it is not there, for one driver; the lock ends with its process, however it dies.
 
-    Raises ResumeError naming the process that holds it, or the disk that cannot lock or is full.
+    wait: for another holder to end. Raises ResumeError naming the process that holds it, or the disk that cannot lock
+    or is full.
     """
     with _full_is_said(folder, "its lock can be made"):
         folder.mkdir(parents=True, exist_ok=True)
         file = open(folder / LOCK, "a+")
     with file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except OSError as cause:
             if cause.errno not in (errno.EWOULDBLOCK, errno.EAGAIN):
                 raise ResumeError(f"{folder}: its disk cannot lock files ({cause.strerror}), so that a second driver "

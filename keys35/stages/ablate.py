@@ -22,6 +22,7 @@ from keys35.calibration.text import load_text_set
 from keys35.errors import Keys35Error, RecipeError
 from keys35.files.atomic import write_json
 from keys35.files.forms import read_formed
+from keys35.files.ledger import held
 from keys35.files.source import ShardedSource
 from keys35.glm.config import GlmConfig
 from keys35.glm.names import census
@@ -203,7 +204,8 @@ def _score(
 ) -> dict[str, Any]:
     with open_job(source, _encoding(changed, recipe), root / _folder(changed, recipe)) as job:
         panel = held_out_panel(job.source.root, job.config, recipe)  # the base's: a variant's seed picks other windows
-        reference = make_reference(job.store, panel, root / "reference")
+        with held(root / "reference", wait=True):  # one that begins to make it removes what another has made of it
+            reference = make_reference(job.store, panel, root / "reference")
         return _row(replace(job, recipe=changed), job, variant, (panel, reference), progress)
 
 

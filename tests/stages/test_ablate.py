@@ -2,12 +2,14 @@
 
 import json
 from dataclasses import replace
+from threading import Thread
 
 import pytest
 from small import small_recipe, small_source
 from tiny import tiny_recipe
 
 from keys35.errors import BudgetError, RecipeError, ResumeError
+from keys35.files.ledger import held
 from keys35.progress import Progress
 from keys35.recipe import load_recipe
 from keys35.stages.ablate import Variant, ablate, load_variants, vary
@@ -136,6 +138,30 @@ def test_a_row_of_something_else_is_none(source, tmp_path, monkeypatch):
     kept.unlink()
     text = ablate(source, small_recipe(seed=3), [DEFAULT], tmp_path / "work", Progress(), finished=True)
     assert table(text) == "No row yet of: default.\n"
+
+
+def test_one_process_at_a_time_makes_the_reference(source, tmp_path, monkeypatch):
+    """Of two that began together one removed the other's windows, which was told to delete them when it scored."""
+    made = []
+
+    def make(store, panel, root):
+        with pytest.raises(ResumeError, match="is in use"), held(root):
+            pass
+        made.append(root)
+        raise RuntimeError("made")
+
+    def begin():
+        with pytest.raises(RuntimeError, match="made"):
+            ablate(source, small_recipe(), [DEFAULT], tmp_path, Progress())
+
+    monkeypatch.setattr("keys35.stages.ablate.make_reference", make)
+    with held(tmp_path / "reference"):
+        other = Thread(target=begin)
+        other.start()
+        other.join(1)
+        assert other.is_alive() and not made, "it waits"
+    other.join(60)
+    assert made == [tmp_path / "reference"]
 
 
 def test_a_byte_order_mark_is_no_part_of_a_list(tmp_path):
