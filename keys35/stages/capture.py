@@ -91,7 +91,8 @@ def capture(
     del weights
     with spent("writing"):
         hessians = captures["fit"].hessians()
-        rows = _kept_rows(job, {split: found for split in SPLITS if (found := captures[split].moe_rows())})
+        found = {split: rows for split in SPLITS if (rows := captures[split].moe_rows())}
+        rows = _kept_rows(job, found, after["fit"].x.shape[1])
         if shelf is not None and rows:
             shelf.rows[layer] = _ready_rows(job, rows, hessians[SHARED_INPUT], windows, dropped)
     data = {"carrier": captures["fit"].carrier, "dropped": facts(dropped)}
@@ -100,13 +101,16 @@ def capture(
     return saving(job, capture_unit(layer), "saved", finish)
 
 
-def _kept_rows(job: Job, found: dict[str, MoeRows]) -> dict[str, Tensor]:
-    """What a layer's experts are measured on, by name: rows of both splits, and how many of all fit rows reach each."""
+def _kept_rows(job: Job, found: dict[str, MoeRows], length: int) -> dict[str, Tensor]:
+    """What a layer's experts are measured on, by name: rows of both splits, and how many of all fit rows reach each.
+
+    length: rows of a window.
+    """
     if not found:
         return {}
-    reached, choice = found["fit"].counts(job.experts), job.recipe.calibration
-    if (few := rows_windows(job.recipe)) < choice.fit_windows:
-        found["fit"] = found["fit"].spread(few, choice.window)
+    reached = found["fit"].counts(job.experts)
+    if (few := rows_windows(job.recipe)) < job.recipe.calibration.fit_windows:
+        found["fit"] = found["fit"].spread(few, length)
     return {name: value for split, rows in found.items() for name, value in rows.tensors(split).items()} | {
         REACHED: reached}
 

@@ -48,9 +48,9 @@ def rows_bytes(config: GlmConfig, recipe: Recipe) -> int:
 
 
 def prefix_bytes(config: GlmConfig, recipe: Recipe) -> tuple[int, int]:
-    """States of the fit windows with a quantized prefix, in two places of both streams; and one layer's rows.
+    """States of the fit windows with a quantized prefix, behind two layers' attention in both streams; a layer's rows.
 
-    Of the places before a layer, behind its attention and behind the layer, the first is dropped for the second.
+    The layer before has its states on disk until those of the next one are there.
     """
     fit = recipe.calibration.fit_windows * recipe.calibration.window
     value, routing = config.hidden_size * _value(recipe), config.num_experts_per_tok * (FLOAT + INDEX)
