@@ -35,6 +35,8 @@ from keys35.stages.units import (
     recorded_sha256,
 )
 
+Handed = dict[int, dict[str, States]]
+"""States behind a layer, of both splits, in the memory of a driver that goes on."""
 READERS = 8
 REACHED = "reached"  # among a layer's kept rows: how many of all fit rows, kept or not, each expert is chosen by
 
@@ -70,13 +72,13 @@ def _check_vocabulary(job: Job, windows: Windows) -> None:
 
 def capture(
     job: Job, store: WeightStore, layer: int, windows: dict[str, Windows], replay: bool = False,
-    shelf: Shelf | None = None,
+    shelf: Shelf | None = None, handed: Handed | None = None,
 ) -> Callable[[], None]:
     """One layer's pass over all windows: states onward, Hessians of its linears, rows of its experts.
 
     The files are written in the background, and the unit is finished when they are: what is returned waits for that.
     In a replay, which makes rows again, the layer's states are kept for the next layer's replay. A shelf gets the
-    rows for whoever encodes on them in this process.
+    rows for whoever encodes on them in this process; states that were handed are used up and replaced.
     """
     if shelf is not None:
         shelf.rows.clear()
@@ -87,7 +89,9 @@ def capture(
         weights = layer_weights(job, store, layer)
     if shelf is not None and layer in job.config.moe_layers:
         shelf.expect(job, expert_units(job, layer)[0])
-    captures, after, dropped = _passed(job, store, layer, weights, windows, spent)
+    handed = {} if handed is None else handed
+    captures, after, dropped = _passed(job, store, layer, weights, windows, spent, handed)
+    handed[layer] = after
     del weights
     with spent("writing"):
         hessians = captures["fit"].hessians()
@@ -116,7 +120,8 @@ def _kept_rows(job: Job, found: dict[str, MoeRows], length: int) -> dict[str, Te
 
 
 def _passed(
-    job: Job, store: WeightStore, layer: int, weights: StoredLayer, windows: dict[str, Windows], spent: Spans
+    job: Job, store: WeightStore, layer: int, weights: StoredLayer, windows: dict[str, Windows], spent: Spans,
+    handed: Handed,
 ) -> tuple[dict[str, Capture], dict[str, States], tuple[Dropped, ...]]:
     """The windows through a layer: what was captured, their states behind it, and which windows are left out.
 
@@ -125,13 +130,10 @@ def _passed(
     dropped = dropped_before(job, layer)
     while True:
         with spent("reading"):
-            before = _states_before(job, store, layer, weights, windows, dropped)
+            before = _states_before(job, store, layer, weights, windows, dropped, handed)
             before = {split: states.to(states_home(job)) for split, states in before.items()}
-        captures = {
-            s: Capture(before[s].x.shape[0] * before[s].x.shape[1], job.states_dtype, spent if s == "fit" else None,
-                       captured_hessians(job.recipe))
-            for s in SPLITS
-        }
+        captures = {s: Capture(before[s].x.shape[0] * before[s].x.shape[1], job.states_dtype,
+                               spent if s == "fit" else None, captured_hessians(job.recipe)) for s in SPLITS}
         with spent("forward"):
             after = {s: _advance(job, before.pop(s), layer, weights, captures[s], in_place=True) for s in SPLITS}
         broken = {s: after[s].broken for s in SPLITS}
@@ -210,7 +212,7 @@ def next_shares(job: Job, layer: int) -> bool:
 
 def _states_before(
     job: Job, store: WeightStore, layer: int, weights: StoredLayer | None, windows: dict[str, Windows],
-    dropped: Sequence[Dropped],
+    dropped: Sequence[Dropped], handed: Handed,
 ) -> dict[str, States]:
     """States that enter a layer: embeddings, the previous layer's output, or an MTP layer's joined input.
 
@@ -219,7 +221,7 @@ def _states_before(
     kept = left(windows, dropped)
     if layer == 0:
         return {s: States.embedded(store, kept[s].tokens, job.states_dtype) for s in SPLITS}
-    previous = _states_after(job, store, min(layer, job.config.num_hidden_layers) - 1, windows, dropped)
+    previous = _states_after(job, store, min(layer, job.config.num_hidden_layers) - 1, windows, dropped, handed)
     if not job.config.is_mtp(layer):
         return previous
     return {s: mtp_states(job, store, weights, previous[s], kept[s].tokens) for s in SPLITS}
@@ -234,14 +236,16 @@ def mtp_states(job: Job, store: WeightStore, weights: StoredLayer, trunk: States
 
 
 def _states_after(
-    job: Job, store: WeightStore, layer: int, windows: dict[str, Windows], dropped: Sequence[Dropped]
+    job: Job, store: WeightStore, layer: int, windows: dict[str, Windows], dropped: Sequence[Dropped], handed: Handed
 ) -> dict[str, States]:
-    """A layer's outgoing states from disk, without what is dropped; made again from the last kept if they are gone."""
+    """A layer's outgoing states without what is dropped: handed over, from disk, or made again from the last kept."""
     before = dropped_before(job, layer)
-    if has_states(job, layer):
+    if layer in handed:
+        found = handed.pop(layer)  # a pass that begins again has them from disk
+    elif has_states(job, layer):
         found = read_states(load_recorded(job, capture_unit(layer), _state_file(job, layer)), SPLITS)
     else:
-        entering = _states_before(job, store, layer, None, windows, before)
+        entering = _states_before(job, store, layer, None, windows, before, handed)
         weights = layer_weights(job, store, layer)  # not sooner: a GPU has room for few layers
         found = {split: _advance(job, entering[split], layer, weights) for split in SPLITS}
     gone = {(item.split, item.window) for item in dropped}

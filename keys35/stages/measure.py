@@ -42,7 +42,7 @@ def measure(job: Job, progress: Progress, workers: Workers | None = None) -> Non
 def _steps(job: Job, shelf: Shelf | None) -> Iterator[Step]:
     """Layer by layer the calibration pass and the experts' units; behind them what the layers' errors are worth."""
     windows, store, done = calibration_windows(job), job.store, lambda unit: job.work.receipt(unit) is not None
-    widths = job.recipe.experts.widths
+    widths, handed = job.recipe.experts.widths, {}
     keep = widths if job.keep == "all" else [middle_width(job.recipe)[1]]
     for layer in job.config.layers:
         # MTP experts have one fixed width: they are captured here and encoded by `quantize`.
@@ -50,7 +50,7 @@ def _steps(job: Job, shelf: Shelf | None) -> Iterator[Step]:
         encoded = [done(unit.name) for unit in units]
         captured = done(capture_unit(layer)) and (all(encoded) or rows_file(job, layer).exists())
         yield Step(f"layer {layer}: calibration pass", layer, captured,
-                   partial(capture, job, store, layer, windows, shelf=shelf),
+                   partial(capture, job, store, layer, windows, shelf=shelf, handed=handed),
                    hessian_bytes((rule for rule in job.rules.values() if rule.layer == layer), job.recipe))
         for unit, kept in zip(units, encoded, strict=True):
             yield Step(f"layer {layer}: experts {unit.experts.start}+", layer, kept, experts_task(unit, widths, keep),

@@ -31,3 +31,23 @@ def test_a_pass_made_again_from_the_first_layer_on_holds_one_layer_at_a_time(tin
         capture(job, job.store, 2, calibration_windows(job))()
         assert hessian_file(job, 2).read_bytes() == before
         assert len(most) == 3 and max(most) == 2, "the layer of the pass, and one of those before it"
+
+
+def test_a_driver_that_goes_on_reads_no_states_back(tiny, tmp_path, monkeypatch):
+    """One that was killed between two layers does, and makes the same of them."""
+    read, files = passes.read_states, []
+
+    def watched(tensors, names):
+        files.append(len(tensors))
+        return read(tensors, names)
+
+    monkeypatch.setattr(passes, "read_states", watched)
+    with open_job(tiny.source, tiny_recipe(), tmp_path / "goes-on") as job:
+        measure(job, Progress())
+        wanted = [hessian_file(job, layer).read_bytes() for layer in (1, 2)]
+    assert not files
+    with open_job(tiny.source, tiny_recipe(), tmp_path / "killed") as job:
+        for layer in (0, 1, 2):
+            capture(job, job.store, layer, calibration_windows(job))()
+        assert [hessian_file(job, layer).read_bytes() for layer in (1, 2)] == wanted
+    assert len(files) == 2
