@@ -121,7 +121,7 @@ class Calibration(_Section):
     window: int = Field(2048, ge=16, description="tokens per window")
     fit_windows: int = Field(224, ge=1, description="windows that shape the Hessians")
     simulation_windows: int = Field(
-        0, ge=0, description="fit windows that predicted costs rest on where a quantized prefix encodes on all; 0: all"
+        0, ge=0, description="fit windows that predicted costs rest on where a quantized prefix encodes on all; 0: those, too"
     )
     selection_windows: int = Field(48, ge=1, description="held-out windows that the error is measured on")
     sensitivity_windows: int = Field(16, ge=1, description="selection windows that weigh the layers")
@@ -134,11 +134,9 @@ class Calibration(_Section):
     shrink: float = Field(0.25, ge=0, le=1, description="share of the layer's all-token Hessian mixed in")
 
     @model_validator(mode="after")
-    def _parts_within_wholes(self) -> "Calibration":
+    def _sensitivity_within_selection(self) -> "Calibration":
         if self.sensitivity_windows > self.selection_windows:
             raise ValueError("sensitivity_windows cannot exceed selection_windows")
-        if self.simulation_windows > self.fit_windows:
-            raise ValueError("simulation_windows cannot exceed fit_windows")
         return self
 
 

@@ -37,7 +37,6 @@ def test_the_target_recipe_is_the_target():
         ("name = 'x'\n[experts]\nwidth = [2]", "experts.width: unknown key"),
         ("name = 'x'\n[encoder]\nbackend = 'gpu'", "encoder.backend.*'gpu'"),
         ("name = 'x'\n[calibration]\nselection_windows = 1", "sensitivity_windows cannot exceed"),
-        ("name = 'x'\n[calibration]\nsimulation_windows = 999", "simulation_windows cannot exceed"),
         ("name = 'x'\n[panel]\nrandom_mixes = 10000", "panel.random_mixes.*less than or equal to 100.*10000"),
         ("name = '../x'", "name"),
         ("[experts]", "name"),

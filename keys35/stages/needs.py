@@ -37,8 +37,8 @@ def states_bytes(config: GlmConfig, recipe: Recipe) -> int:
 
 def rows_windows(recipe: Recipe) -> int:
     """Fit windows that a layer's experts are measured on; behind a quantized prefix they are encoded on other rows."""
-    again = recipe.experts.measure == "predicted" and recipe.encoder.prefix == "quantized"
-    return again and recipe.calibration.simulation_windows or recipe.calibration.fit_windows
+    again, choice = recipe.experts.measure == "predicted" and recipe.encoder.prefix == "quantized", recipe.calibration
+    return min(again and choice.simulation_windows or choice.fit_windows, choice.fit_windows)
 
 
 def rows_bytes(config: GlmConfig, recipe: Recipe) -> int:
