@@ -121,7 +121,7 @@ class Calibration(_Section):
     window: int = Field(2048, ge=16, description="tokens per window")
     fit_windows: int = Field(224, ge=1, description="windows that shape the Hessians")
     simulation_windows: int = Field(
-        0, ge=0, description="fit windows that predicted costs rest on where a quantized prefix encodes on all; 0: those, too"
+        0, ge=0, description="fit windows that predicted costs rest on if a quantized prefix encodes on all; 0: all"
     )
     selection_windows: int = Field(48, ge=1, description="held-out windows that the error is measured on")
     sensitivity_windows: int = Field(16, ge=1, description="selection windows that weigh the layers")
