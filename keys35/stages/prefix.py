@@ -20,12 +20,11 @@ from keys35.calibration.statistics import MoeRows, inner
 from keys35.calibration.windows import Windows
 from keys35.exl3.encode import LinearJob, encode_group
 from keys35.exl3.linear import EncodedLinear
-from keys35.files.atomic import load_tensors, save_tensors
 from keys35.glm.block import LayerWeights, Observer
 from keys35.glm.layer import behind_attention, gated_mlp, mlp_linears, route
 from keys35.glm.names import Role
 from keys35.glm.weights import Overlay
-from keys35.host import fill, on_host
+from keys35.host import fill
 from keys35.precision import short_products
 from keys35.stages.background import saving
 from keys35.stages.capture import layer_weights
@@ -33,6 +32,7 @@ from keys35.stages.dense import decoded_matrix, dense_weight, save_dense
 from keys35.stages.expert_encoding import PrefixRows, at_hand
 from keys35.stages.experts import Shelf
 from keys35.stages.job import Job
+from keys35.stages.prefix_rows import saving_rows
 from keys35.stages.room import rows_home
 from keys35.stages.spans import Spans
 from keys35.stages.states import States
@@ -45,12 +45,11 @@ from keys35.stages.streams import (
     Handed,
     PairedRows,
     Streams,
-    forget_attended_before,
+    forget_attended,
     halves,
-    keep_attended,
+    keeping_attended,
     lacking,
     paired_rows,
-    prefix_rows_file,
     require_finite,
     states_before,
     through,
@@ -66,8 +65,6 @@ IN_ORDER = (
 """Attention's linears as a stream meets them, before it mixes values; those of a group have the same input."""
 MIXED = "self_attn.o_proj"
 """The one behind them, which writes to the state."""
-PASSED_ON = "source", "missing", "half", "hessian"
-"""Of `PrefixRows`, beside the rows of the quantized stream."""
 
 
 def encode_behind_prefix(
@@ -104,18 +101,16 @@ def _save(
     job: Job, layer: int, encoded: dict[str, EncodedLinear], rows: PrefixRows | None, attended: Streams | None
 ) -> None:
     """Rows and states first, side by side: the dense linears' receipt declares them done, too."""
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(5) as pool:
         parts = {}
         if rows is not None:
-            found = rows.fit.tensors("fit") | {name: getattr(rows, name) for name in PASSED_ON}
-            tensors = {name: on_host(tensor) for name, tensor in found.items()}
-            parts["rows_sha256"] = pool.submit(save_tensors, prefix_rows_file(job, layer), tensors)
+            parts["rows_sha256"] = saving_rows(job, layer, rows, pool)
         if attended is not None:
-            parts["attended_sha256"] = pool.submit(keep_attended, job, layer, attended)
-    more = {name: part.result() for name, part in parts.items()}
+            parts["attended_sha256"] = keeping_attended(job, layer, attended, pool)
+    more = {kind: {name: found.result() for name, found in files.items()} for kind, files in parts.items()}
     save_dense(job, (dense_unit(layer), dense_file(job, layer)), encoded, **more)
-    if attended is not None:
-        forget_attended_before(job, layer)
+    if attended is not None and layer:
+        forget_attended(job, layer - 1)
 
 
 class _DenseEncoder:
@@ -291,11 +286,3 @@ def _expert_rows(
                   - gated_mlp(rows.found, *mlp_linears(lossy, SHARED)))
     missing = (rows.missing / rows.root + shared) / router.sum(-1, keepdim=True).clamp(min=LEAST_WEIGHT)
     return rows.found, ids, router * rows.root, rows.source, missing
-
-
-def prefix_rows(job: Job, layer: int) -> PrefixRows:
-    """A layer's rows behind the quantized prefix; raises ResumeError if they are gone or damaged."""
-    expected = job.work.require(dense_unit(layer))["data"]["rows_sha256"]
-    tensors = load_tensors(prefix_rows_file(job, layer), expect_sha256=expected)
-    rows = PrefixRows(MoeRows.from_tensors(tensors, "fit"), **{name: tensors[name] for name in PASSED_ON})
-    return at_hand(job, rows)

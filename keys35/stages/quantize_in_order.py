@@ -13,9 +13,10 @@ from keys35.stages.experts import Shelf
 from keys35.stages.job import Job
 from keys35.stages.needs import encoded_bytes, prefix_bytes
 from keys35.stages.prefix import encode_behind_prefix
+from keys35.stages.prefix_rows import rows_files
 from keys35.stages.schedule import AHEAD, Conclude, Step, carry_out
 from keys35.stages.shared import finish_layer
-from keys35.stages.streams import Handed, attended_file, prefix_rows_file
+from keys35.stages.streams import Handed, forget_attended
 from keys35.stages.units import by_width, dense_unit, encoded_last, final_units, shared_unit, unit_rules
 from keys35.stages.workers import Workers, final_task, open_workers
 
@@ -31,7 +32,8 @@ def quantize_in_order(
     """
 
     def finished(place: int) -> None:
-        prefix_rows_file(job, place // APART).unlink(missing_ok=True)
+        for path in rows_files(job, place // APART).values():
+            path.unlink(missing_ok=True)
 
     shelf = Shelf(job)
     with open_workers(job, workers, shelf) as pool:
@@ -39,7 +41,7 @@ def quantize_in_order(
         steps = list(_steps(job, mine, allocation or load_allocation(job)))
         carry_out(job, "quantize", steps, pool, progress, finished, sum(prefix_bytes(job.config, job.recipe)))
     for layer in job.config.layers:
-        attended_file(job, layer).unlink(missing_ok=True)
+        forget_attended(job, layer)
     for layer in job.config.mtp_layers:
         rows_file(job, layer).unlink(missing_ok=True)  # which the measurement left
 
@@ -62,7 +64,7 @@ def _steps(job: Job, shelf: Shelf | None, allocation: dict[int, list[float]]) ->
         place, units = APART * layer, final_units(job, layer) if job.config.is_moe(layer) else []
         encoded = [job.work.receipt(unit.name) is not None for unit in units]
         prepared = job.work.receipt(dense_unit(layer)) is not None
-        prepared = prepared and (all(encoded) or prefix_rows_file(job, layer).exists())
+        prepared = prepared and (all(encoded) or all(path.exists() for path in rows_files(job, layer).values()))
         rules = [rule for rule in job.rules.values() if rule.layer == layer]
         yield Step(f"layer {layer}: dense linears", place, prepared, alone(prepare, layer),
                    encoded_bytes(rules, Role.DENSE, [job.recipe.dense.bits]), "dense")

@@ -5,6 +5,7 @@ driver that goes on has in memory.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -105,15 +106,16 @@ def states_before(
     return {name: mtp_states(job, job.store, weights, streams[name], windows.tokens).to(home) for name in STREAMS}
 
 
-def keep_attended(job: Job, layer: int, attended: Streams) -> str:
-    """Both streams behind a layer's attention onto disk; their SHA-256, which the dense linears' receipt is to hold."""
-    return save_states(attended_file(job, layer), attended, next_shares(job, layer))
+def keeping_attended(job: Job, layer: int, attended: Streams, pool: ThreadPoolExecutor) -> dict[str, Future[str]]:
+    """Begin to write both streams behind a layer's attention; the SHA-256 of each one's file, for the dense receipt."""
+    return {name: pool.submit(save_states, path, {name: attended[name]}, next_shares(job, layer))
+            for name, path in attended_files(job, layer).items()}
 
 
-def forget_attended_before(job: Job, layer: int) -> None:
-    """Drop the streams behind the attention of the layer before, which a layer's replace."""
-    if layer:
-        attended_file(job, layer - 1).unlink(missing_ok=True)
+def forget_attended(job: Job, layer: int) -> None:
+    """Drop the streams behind a layer's attention; there may be none."""
+    for path in attended_files(job, layer).values():
+        path.unlink(missing_ok=True)
 
 
 def _states_after(job: Job, layer: int, windows: Windows, allocation: dict[int, list[float]]) -> Streams:
@@ -123,9 +125,11 @@ def _states_after(job: Job, layer: int, windows: Windows, allocation: dict[int, 
 
 def states_attended(job: Job, layer: int, windows: Windows, allocation: dict[int, list[float]]) -> Streams:
     """Both streams behind the attention of a layer whose dense linears are encoded, from disk or computed again."""
-    path, expected = attended_file(job, layer), job.work.require(dense_unit(layer))["data"].get("attended_sha256")
-    if expected is not None and path.exists():
-        kept = read_states(load_tensors(path, expect_sha256=expected), STREAMS)
+    files, expected = attended_files(job, layer), job.work.require(dense_unit(layer))["data"].get("attended_sha256")
+    if expected and all(path.exists() for path in files.values()):
+        with ThreadPoolExecutor(len(files)) as pool:
+            found = pool.map(lambda name: load_tensors(files[name], expect_sha256=expected[name]), STREAMS)
+            kept = {name: read_states(tensors, [name])[name] for name, tensors in zip(STREAMS, found, strict=True)}
         return {name: states.to(states_home(job)) for name, states in kept.items()}
     return _advanced(job, layer, states_before(job, layer, windows, allocation), allocation, FIRST_HALF)
 
@@ -167,11 +171,6 @@ def require_finite(layer: int, streams: Streams) -> None:
             )
 
 
-def prefix_rows_file(job: Job, layer: int) -> Path:
-    """Inputs of a layer's experts in both streams, kept until they are encoded."""
-    return job.work.path("prefix", f"{layer_name(layer)}-rows.safetensors")
-
-
-def attended_file(job: Job, layer: int) -> Path:
-    """Both streams' states behind a layer's attention, kept until the layer is finished."""
-    return job.work.path("prefix", f"{layer_name(layer)}-attended.safetensors")
+def attended_files(job: Job, layer: int) -> dict[str, Path]:
+    """Each stream's states behind a layer's attention, kept until the next layer's are."""
+    return {name: job.work.path("prefix", f"{layer_name(layer)}-{name}.safetensors") for name in STREAMS}

@@ -23,7 +23,7 @@ from keys35.stages.dense import encode_dense
 from keys35.stages.expert_encoding import PrefixRows
 from keys35.stages.experts import LayerRows, Shelf, encode_chosen, encode_experts, encode_final
 from keys35.stages.job import Job, attach_job
-from keys35.stages.prefix import prefix_rows
+from keys35.stages.prefix_rows import prefix_rows
 from keys35.stages.sensitivity import propagate_part
 from keys35.stages.units import FINAL, MEASURED, ExpertUnit, dense_unit, expert_units, not_held, sensitivity_unit
 

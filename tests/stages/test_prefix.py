@@ -37,6 +37,7 @@ from keys35.stages.job import open_job
 from keys35.stages.measure import measure
 from keys35.stages.pipeline import run
 from keys35.stages.plan import plan
+from keys35.stages.prefix_rows import prefix_rows
 from keys35.stages.quantize import quantize
 from keys35.stages.units import dense_file
 from keys35.stages.workers import Workers
@@ -114,7 +115,7 @@ def test_rows_in_memory_are_those_on_disk(tiny, whole: Path, tmp_path: Path) -> 
         shelf = Shelf(job)
         fit, allocation = calibration_windows(job)["fit"], load_allocation(job)
         prefix.encode_behind_prefix(job, 1, fit, allocation, streams.Handed(), shelf)()
-        kept, read = shelf.rows[1], prefix.prefix_rows(job, 1)
+        kept, read = shelf.rows[1], prefix_rows(job, 1)
         assert torch.equal(kept.half, read.half) and torch.equal(kept.fit.weights, read.fit.weights)
         assert all(torch.equal(getattr(kept, name), getattr(read, name)) for name in ("source", "missing", "hessian"))
         assert kept.nbytes == read.nbytes == 3 * kept.fit.x.nbytes
@@ -176,7 +177,8 @@ def test_attention_is_passed_three_times_a_layer_wherever_it_dies(
     with pytest.raises(Killed):
         make(tiny, tmp_path)
     assert sum(passed) == 3 * 3 * fit
-    assert names(tmp_path / "work/prefix") == ["layer-002-attended.safetensors", "layer-002-rows.safetensors"]
+    assert names(tmp_path / "work/prefix") == [f"layer-002-{name}.safetensors" for name in (
+        "quantized", "rows-found", "rows-missing", "rows-source", "source")]
     moments.clear()
     make(tiny, tmp_path)
     assert sum(passed) == 3 * 4 * fit, "the MTP layer, too; and nothing again"
@@ -194,9 +196,9 @@ def test_damaged_states_behind_attention_are_refused_and_lost_ones_made_again(
     with monkeypatch.context() as patch, pytest.raises(Killed):
         die_at(patch, [("final/layer-002/0003", "behind")])
         make(tiny, tmp_path)
-    kept = tmp_path / "work/prefix/layer-002-attended.safetensors"
+    kept = tmp_path / "work/prefix/layer-002-quantized.safetensors"
     kept.write_bytes(kept.read_bytes()[:-1] + b"?")
-    with pytest.raises(ResumeError, match="attended.*delete it and run the same command again"):
+    with pytest.raises(ResumeError, match="quantized.*delete it and run the same command again"):
         make(tiny, tmp_path)
     kept.unlink()
     make(tiny, tmp_path)

@@ -19,7 +19,7 @@ from keys35.stages.streams import (
     SOURCE,
     STREAMS,
     Handed,
-    attended_file,
+    attended_files,
     lacking,
     paired_rows,
     states_attended,
@@ -88,7 +88,7 @@ def test_rounded_states_are_made_again_as_they_were_kept(tiny, tmp_path) -> None
             if layer < LAYER:
                 finish_layer(job, layer, windows, {}, handed)
         kept = states_attended(job, LAYER, windows, {})
-        attended_file(job, LAYER).unlink()
+        attended_files(job, LAYER)[SOURCE].unlink()
         again = states_attended(job, LAYER, windows, {})
     assert list(handed.attended) == [LAYER] and not handed.onward and kept[SOURCE].x.dtype == torch.bfloat16
     for name in STREAMS:
