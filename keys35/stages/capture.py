@@ -91,7 +91,9 @@ def capture(
         shelf.expect(job, expert_units(job, layer)[0])
     handed = {} if handed is None else handed
     captures, after, dropped = _passed(job, store, layer, weights, windows, spent, handed)
-    handed[layer] = after
+    handed.clear()  # nobody comes any more for those of a layer whose next one was found finished
+    if not job.config.is_mtp(layer) and layer + 1 in job.config.layers:
+        handed[layer] = after
     del weights
     with spent("writing"):
         hessians = captures["fit"].hessians()
@@ -113,7 +115,7 @@ def _kept_rows(job: Job, found: dict[str, MoeRows], length: int) -> dict[str, Te
     if not found:
         return {}
     reached = found["fit"].counts(job.experts)
-    if (few := rows_windows(job.recipe)) < job.recipe.calibration.fit_windows:
+    if (few := rows_windows(job.recipe)) < len(found["fit"].x) // length:  # of those that were not dropped
         found["fit"] = found["fit"].spread(few, length)
     return {name: value for split, rows in found.items() for name, value in rows.tensors(split).items()} | {
         REACHED: reached}

@@ -51,3 +51,15 @@ def test_a_driver_that_goes_on_reads_no_states_back(tiny, tmp_path, monkeypatch)
             capture(job, job.store, layer, calibration_windows(job))()
         assert [hessian_file(job, layer).read_bytes() for layer in (1, 2)] == wanted
     assert len(files) == 2
+
+
+def test_no_states_are_kept_for_a_pass_that_does_not_come(tiny, tmp_path):
+    """Those of the last layers were, beside all the copies of the model that weigh layers."""
+    handed, kept = {}, []
+    with open_job(tiny.source, tiny_recipe(), tmp_path / "work") as job:
+        windows = calibration_windows(job)
+        capture(job, job.store, 1, windows)()
+        for layer in (0, 2, 3):  # as where layer 1 was found finished
+            capture(job, job.store, layer, windows, handed=handed)()
+            kept.append(list(handed))
+    assert kept == [[0], [2], []]

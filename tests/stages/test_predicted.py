@@ -7,14 +7,14 @@ from rich.console import Console
 from small import digest
 from tiny import tiny_recipe
 
-from keys35.calibration.statistics import SHARED_INPUT
+from keys35.calibration.statistics import SHARED_INPUT, MoeRows
 from keys35.errors import ResumeError
 from keys35.files.atomic import load_tensors
 from keys35.progress import Progress
 from keys35.report.terminal import show_allocation
 from keys35.stages.allocate import allocate, load_allocation
 from keys35.stages.candidates import Candidates, are_held
-from keys35.stages.capture import calibration_windows, capture, hessian_file, layer_rows
+from keys35.stages.capture import _kept_rows, calibration_windows, capture, hessian_file, layer_rows
 from keys35.stages.costs import POOL, _completed, _ratios, read_measured
 from keys35.stages.explain import explain, sentences
 from keys35.stages.job import open_job, resume_job
@@ -129,3 +129,15 @@ def test_some_fit_windows_are_enough_to_predict_from(tmp_path, tiny):
     assert len(whole.x) == 6 * 48 and rows == rows_again and costs != other_costs
     picked = torch.cat([torch.arange(48), 3 * 48 + torch.arange(48)])
     assert torch.equal(part.x, whole.x[picked]) and torch.equal(part.weights, whole.weights[picked])
+
+
+def test_no_fit_window_counts_twice_where_fewer_are_left_than_are_wanted(tmp_path, tiny):
+    """Windows that a layer breaks are dropped."""
+    experts = {"widths": [3, 4], "bits": 3.25, "group": 2, "measure": "predicted", "sample": 4}
+    calibration = tiny_recipe().calibration.model_dump() | {"simulation_windows": 5}
+    recipe = tiny_recipe(experts=experts, calibration=calibration, encoder={"prefix": "quantized"})
+    numbers = torch.arange(4 * 48.0)  # of six windows
+    rows = MoeRows(numbers[:, None], torch.zeros(len(numbers), 1, dtype=torch.int64), torch.ones(len(numbers), 1))
+    with open_job(tiny.source, recipe, tmp_path / "work") as job:
+        kept = _kept_rows(job, {"fit": rows, "selection": rows}, 48)
+    assert torch.equal(MoeRows.from_tensors(kept, "fit").x[:, 0], numbers)
