@@ -100,9 +100,7 @@ class MixStore(WeightStore):
 
         A GPU holds the checkpoint's own experts as they are encoded.
         """
-        dense = super().layer(layer, keep)
-        if not self._only_experts:
-            dense = Overlay(dense, self._dense(layer))
+        dense = self.without_experts(layer, keep)
         if layer not in self._widths:
             return dense
         final = self._final or self.config.is_mtp(layer)
@@ -110,6 +108,11 @@ class MixStore(WeightStore):
         if final and self.device.type == "cuda":
             candidates.hold(widths)
         return candidates.overlay(dense, widths)
+
+    def without_experts(self, layer: int, keep: Keep = Keep.DENSE) -> LayerWeights:
+        """One layer of which no routed expert will be asked for: those may not be there yet."""
+        dense = super().layer(layer, keep)
+        return dense if self._only_experts else Overlay(dense, self._dense(layer))
 
     def _dense(self, layer: int) -> dict[str, Tensor]:
         rules = [rule for rule in self._job.rules.values() if rule.layer == layer and rule.role is Role.DENSE]

@@ -12,28 +12,24 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from keys35.calibration.correction import PairedInputs
-from keys35.calibration.statistics import MoeRows, inner
+from keys35.calibration.statistics import inner
 from keys35.calibration.windows import Windows
 from keys35.exl3.encode import LinearJob, encode_group
 from keys35.exl3.linear import EncodedLinear
 from keys35.glm.block import LayerWeights, Observer
-from keys35.glm.layer import behind_attention, gated_mlp, mlp_linears, route
+from keys35.glm.layer import behind_attention
 from keys35.glm.names import Role
 from keys35.glm.weights import Overlay
-from keys35.host import fill
-from keys35.precision import short_products
 from keys35.stages.background import saving
 from keys35.stages.capture import layer_weights
 from keys35.stages.dense import decoded_matrix, dense_weight, save_dense
-from keys35.stages.expert_encoding import PrefixRows, at_hand
+from keys35.stages.expert_encoding import PrefixRows
 from keys35.stages.experts import Shelf
 from keys35.stages.job import Job
-from keys35.stages.prefix_rows import saving_rows
-from keys35.stages.room import rows_home
+from keys35.stages.prefix_rows import entering, make_rows, saving_rows
 from keys35.stages.spans import Spans
 from keys35.stages.states import States
 from keys35.stages.streams import (
@@ -43,10 +39,8 @@ from keys35.stages.streams import (
     SOURCE,
     STREAMS,
     Handed,
-    PairedRows,
     Streams,
     forget_attended,
-    halves,
     keeping_attended,
     lacking,
     paired_rows,
@@ -57,7 +51,6 @@ from keys35.stages.streams import (
 )
 from keys35.stages.units import dense_file, dense_unit
 
-LEAST_WEIGHT = 1e-6  # a token that its router gives nothing has no share to be divided by
 IN_ORDER = (
     ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
     ("self_attn.q_b_proj", "self_attn.indexer.wq_b"),
@@ -87,13 +80,12 @@ def encode_behind_prefix(
     hessian, rows = _encode_mlp(job, layer, streams, encoder), None
     if job.config.is_moe(layer):
         with spent("forward"):
-            rows = _rows(job, layer, streams, weights, encoder.weights, hessian, shelf is not None)
-            if shelf is not None:
-                shelf.rows[layer] = at_hand(job, rows)
+            rows = make_rows(job, layer, streams, weights, encoder.weights, hessian, shelf)
     job.work.log("dense-time", unit=dense_unit(layer), seconds=spent.facts())
     attended = None
     if not job.config.is_mtp(layer):
-        attended = handed.attended[layer] = streams
+        handed.attended = {layer: streams}  # in place of any that nobody came for
+        attended = streams
     return saving(job, dense_unit(layer), "dense-saved", partial(_save, job, layer, encoder.encoded, rows, attended))
 
 
@@ -236,12 +228,10 @@ def _mixed(
 def _encode_mlp(job: Job, layer: int, streams: Streams, encoder: _DenseEncoder) -> Tensor:
     """The dense MLP or the shared expert, gate and up first; the mean x x^T of what enters it behind the prefix."""
     gate, up, down = (f"{_mlp_of(job, layer)}.{leaf}_proj" for leaf in ("gate", "up", "down"))
-    entering = PairedInputs()
-    for rows in paired_rows(job, layer, streams, encoder.weights):
-        entering.add(rows.source, rows.found, rows.half)
+    inputs = entering(job, layer, streams, encoder.weights)
     if not encoder.has(gate):
-        return entering.finish()
-    hessian = encoder.encode((gate, up), entering)
+        return inputs.finish()
+    hessian = encoder.encode((gate, up), inputs)
     exact, lossy = ([weight(module) for module in (gate, up)] for weight in (encoder.exact, encoder.lossy))
     within = PairedInputs()
     for rows in paired_rows(job, layer, streams, encoder.weights):
@@ -254,35 +244,3 @@ def _encode_mlp(job: Job, layer: int, streams: Streams, encoder: _DenseEncoder) 
 def _mlp_of(job: Job, layer: int) -> str:
     """The MLP that every token passes."""
     return SHARED if job.config.is_moe(layer) else "mlp"
-
-
-def _rows(
-    job: Job, layer: int, streams: Streams, exact: LayerWeights, lossy: LayerWeights, hessian: Tensor, here: bool
-) -> PrefixRows:
-    """What a layer's experts are encoded on, once its other linears are there; here: in this process."""
-    count, length, d = streams[SOURCE].x.shape
-    tokens, k, at = count * length, job.config.num_experts_per_tok, 0
-    home = rows_home(job, 3 * tokens * d * job.states_dtype.itemsize) if here else None
-    x, source, missing = (torch.empty(tokens, d, dtype=job.states_dtype, device=home) for _ in range(3))
-    fit = MoeRows(x, torch.empty(tokens, k, dtype=torch.int64), torch.empty(tokens, k))
-    for rows in paired_rows(job, layer, streams, exact):
-        part = slice(at, at := at + len(rows.found))
-        found = _expert_rows(job, layer, rows, exact, lossy)
-        for kept, new in zip((fit.x, fit.expert_ids, fit.weights, source, missing), found, strict=True):
-            fill(kept[part], new)
-    return PrefixRows(fit, source, missing, halves(range(count), length), hessian.cpu())
-
-
-def _expert_rows(
-    job: Job, layer: int, rows: PairedRows, exact: LayerWeights, lossy: LayerWeights
-) -> tuple[Tensor, ...]:
-    """Of `PrefixRows`: the quantized stream's inputs, ids and weights, the source's inputs and what is missing.
-
-    A token's experts share in what its state lacks behind attention and the shared expert as they share in its output.
-    """
-    ids, router = route(job.config, exact, rows.found)
-    with short_products(job.device):
-        shared = (gated_mlp(rows.source, *mlp_linears(exact, SHARED))
-                  - gated_mlp(rows.found, *mlp_linears(lossy, SHARED)))
-    missing = (rows.missing / rows.root + shared) / router.sum(-1, keepdim=True).clamp(min=LEAST_WEIGHT)
-    return rows.found, ids, router * rows.root, rows.source, missing

@@ -13,7 +13,7 @@ from keys35.stages.experts import Shelf
 from keys35.stages.job import Job
 from keys35.stages.needs import encoded_bytes, prefix_bytes
 from keys35.stages.prefix import encode_behind_prefix
-from keys35.stages.prefix_rows import rows_files
+from keys35.stages.prefix_rows import rows_again, rows_files
 from keys35.stages.schedule import AHEAD, Conclude, Step, carry_out
 from keys35.stages.shared import finish_layer
 from keys35.stages.streams import Handed, forget_attended
@@ -59,12 +59,12 @@ def _steps(job: Job, shelf: Shelf | None, allocation: dict[int, list[float]]) ->
         return do
 
     handed = Handed()
-    prepare = partial(encode_behind_prefix, handed=handed, shelf=shelf)
     for layer in job.config.layers:
         place, units = APART * layer, final_units(job, layer) if job.config.is_moe(layer) else []
         encoded = [job.work.receipt(unit.name) is not None for unit in units]
-        prepared = job.work.receipt(dense_unit(layer)) is not None
-        prepared = prepared and (all(encoded) or all(path.exists() for path in rows_files(job, layer).values()))
+        dense = job.work.receipt(dense_unit(layer)) is not None
+        prepare = partial(rows_again if dense else encode_behind_prefix, handed=handed, shelf=shelf)
+        prepared = dense and (all(encoded) or all(path.exists() for path in rows_files(job, layer).values()))
         rules = [rule for rule in job.rules.values() if rule.layer == layer]
         yield Step(f"layer {layer}: dense linears", place, prepared, alone(prepare, layer),
                    encoded_bytes(rules, Role.DENSE, [job.recipe.dense.bits]), "dense")

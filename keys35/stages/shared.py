@@ -53,7 +53,7 @@ def finish_layer(
         matrix = _encode_down(job, last, source, attended[QUANTIZED], lossy)
         lossy = Overlay(lossy, {SHARED_DOWN: matrix})
     found = through(job, layer, attended.pop(QUANTIZED), QUANTIZED, lossy, SECOND_HALF)
-    handed.onward[layer] = {SOURCE: source, QUANTIZED: found}
+    handed.onward = {layer: {SOURCE: source, QUANTIZED: found}}  # in place of any that nobody came for
 
 
 def _encode_down(job: Job, rule: TensorRule, source: States, attended: States, lossy: LayerWeights) -> Tensor:

@@ -99,7 +99,9 @@ def states_before(
     if layer == 0:
         return {name: States.embedded(job.store, windows.tokens, job.states_dtype).to(home) for name in STREAMS}
     previous, onward = min(layer, job.config.num_hidden_layers) - 1, handed.onward if handed else {}
-    streams = (onward.get if mtp else onward.pop)(previous, None) or _states_after(job, previous, windows, allocation)
+    needed = mtp and layer + 1 in job.config.layers  # by the next MTP layer, whose input comes of the same states
+    streams = (onward.get if needed else onward.pop)(previous, None)
+    streams = streams or _states_after(job, previous, windows, allocation)
     if not mtp:
         return streams
     weights = layer_weights(job, job.store, layer, experts=False)
@@ -142,7 +144,8 @@ def _advanced(
     exact = layer_weights(job, job.store, layer, experts=second)
     source = through(job, layer, before.pop(SOURCE), SOURCE, exact, half)
     del exact  # a GPU has room for few layers
-    lossy = MixStore(job, allocation, final=True, first=not second).layer(layer)
+    store = MixStore(job, allocation, final=True, first=not second)
+    lossy = store.layer(layer) if second else store.without_experts(layer)
     return {SOURCE: source, QUANTIZED: through(job, layer, before.pop(QUANTIZED), QUANTIZED, lossy, half)}
 
 

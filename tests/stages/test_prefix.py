@@ -28,7 +28,7 @@ from keys35.report.facts import facts_of_checkpoint
 from keys35.report.measured import measurements
 from keys35.report.schema import load_schema
 from keys35.report.terminal import show_run
-from keys35.stages import prefix, streams
+from keys35.stages import candidates, prefix, streams
 from keys35.stages.allocate import allocate, load_allocation
 from keys35.stages.assemble import assemble
 from keys35.stages.capture import calibration_windows
@@ -39,6 +39,7 @@ from keys35.stages.pipeline import run
 from keys35.stages.plan import plan
 from keys35.stages.prefix_rows import prefix_rows
 from keys35.stages.quantize import quantize
+from keys35.stages.shared import finish_layer
 from keys35.stages.units import dense_file
 from keys35.stages.workers import Workers
 
@@ -165,13 +166,7 @@ def test_attention_is_passed_three_times_a_layer_wherever_it_dies(
 ) -> None:
     """What lies behind it is kept until the layer is finished, in place of what lies before it."""
     shutil.copytree(measured, tmp_path / "work")
-    attend, passed, moments = attention._attend, [], [("final/layer-002/0003", "behind")]
-
-    def counted(config: object, query: torch.Tensor, *rest: object) -> torch.Tensor:
-        passed.append(len(query))
-        return attend(config, query, *rest)
-
-    monkeypatch.setattr(attention, "_attend", counted)
+    passed, moments = windows_attended(monkeypatch), [("final/layer-002/0003", "behind")]
     die_at(monkeypatch, moments)
     fit = RECIPE.calibration.fit_windows
     with pytest.raises(Killed):
@@ -183,6 +178,75 @@ def test_attention_is_passed_three_times_a_layer_wherever_it_dies(
     make(tiny, tmp_path)
     assert sum(passed) == 3 * 4 * fit, "the MTP layer, too; and nothing again"
     assert digest(tmp_path / "out") == digest(whole / "out")
+
+
+def windows_attended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by how many windows attention mixes values of, pass by pass."""
+    attend, passed = attention._attend, []
+
+    def counted(config: object, query: torch.Tensor, *rest: object) -> torch.Tensor:
+        passed.append(len(query))
+        return attend(config, query, *rest)
+
+    monkeypatch.setattr(attention, "_attend", counted)
+    return passed
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_lost_rows_are_made_again_from_the_states_behind_attention(
+    tiny, measured: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: bool
+) -> None:
+    """Damaged ones are to be deleted: no layer before theirs is passed again, which for a large model is an hour."""
+    shutil.copytree(measured, tmp_path / "work")
+    for unit in ("final/layer-002/0001", "final/layer-003/0001"):
+        rows = tmp_path / "work/prefix" / f"{unit.split('/')[1]}-rows-missing.safetensors"
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            die_at(patch, [(unit, "behind")])
+            make(tiny, tmp_path)
+        kept = rows.read_bytes()
+        if damaged:
+            rows.write_bytes(kept[:-1] + b"?")
+            with pytest.raises(ResumeError, match="rows.*delete it and run the same command again"):
+                make(tiny, tmp_path)
+        rows.unlink()
+    passed = windows_attended(monkeypatch)
+    make(tiny, tmp_path)
+    assert sum(passed) == 2 * RECIPE.calibration.fit_windows, "the MTP layer's, whose states are not kept"
+    assert digest(tmp_path / "out") == digest(whole / "out")
+
+
+def test_states_made_again_behind_attention_read_no_expert_of_their_layer(
+    tiny, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU would hold them all."""
+    shutil.copytree(whole / "work", tmp_path / "work")
+    asked = []
+
+    class Asked(candidates.Candidates):
+        def __init__(self, job: object, layer: int, final: bool = False) -> None:
+            asked.append(layer)
+            super().__init__(job, layer, final)
+
+    monkeypatch.setattr(candidates, "Candidates", Asked)
+    with open_job(tiny.source, RECIPE, tmp_path / "work") as job:
+        streams.states_attended(job, 2, calibration_windows(job)["fit"], load_allocation(job))
+    assert asked == [1]
+
+
+def test_no_states_stay_that_nobody_comes_for(tiny, whole: Path, tmp_path: Path) -> None:
+    """Not beside the last layer's rows, nor of layers that were finished before."""
+    shutil.copytree(whole / "work", tmp_path / "work")
+    handed = streams.Handed()
+    with open_job(tiny.source, RECIPE, tmp_path / "work") as job:
+        windows, allocation = calibration_windows(job)["fit"], load_allocation(job)
+        for layer in (1, 2):
+            prefix.encode_behind_prefix(job, layer, windows, allocation, handed)()
+        assert list(handed.attended) == [2]
+        for layer in (1, 2):
+            finish_layer(job, layer, windows, allocation, handed)
+        assert list(handed.onward) == [2]
+        prefix.encode_behind_prefix(job, 3, windows, allocation, handed)()
+    assert not handed.onward and not handed.attended
 
 
 def names(folder: Path) -> list[str]:

@@ -11,6 +11,7 @@ from keys35.stages import prefix
 from keys35.stages.capture import calibration_windows, layer_weights
 from keys35.stages.job import open_job
 from keys35.stages.needs import prefix_bytes
+from keys35.stages.prefix_rows import _expert_rows
 from keys35.stages.shared import finish_layer
 from keys35.stages.states import States
 from keys35.stages.streams import (
@@ -55,7 +56,7 @@ def test_streams_that_agree_lack_nothing(job, streams) -> None:
     same = {SOURCE: streams[SOURCE], QUANTIZED: streams[SOURCE]}
     for rows in paired_rows(job, LAYER, same, weights):
         assert torch.equal(rows.source, rows.found) and not rows.missing.any()
-        assert not prefix._expert_rows(job, LAYER, rows, weights, weights)[-1].any()
+        assert not _expert_rows(job, LAYER, rows, weights, weights)[-1].any()
 
 
 def test_experts_are_left_what_the_shared_expert_and_attention_lack(job, streams) -> None:
@@ -65,7 +66,7 @@ def test_experts_are_left_what_the_shared_expert_and_attention_lack(job, streams
     down = 0.8 * job.source.read(f"model.layers.{LAYER}.{name}.weight").float().T
     states, lossy, at = [streams[kind].x.flatten(0, 1).double() for kind in (SOURCE, QUANTIZED)], {name: down}, 0
     for rows in paired_rows(job, LAYER, streams, weights):
-        found, ids, counts, source, missing = prefix._expert_rows(job, LAYER, rows, weights, Overlay(weights, lossy))
+        found, ids, counts, source, missing = _expert_rows(job, LAYER, rows, weights, Overlay(weights, lossy))
         router = (counts / rows.root).double()
         assert torch.equal(found, rows.found) and torch.equal(source, rows.source) and len(ids) == len(found)
         outputs = [gated_mlp(x, *mlp_linears(layer, SHARED)).double()
