@@ -4,11 +4,11 @@ import hashlib
 import json
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from importlib.resources import files
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -264,7 +264,7 @@ def load_recipe(name: str | Path) -> Recipe:
         raw = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin with a byte-order mark
     except ValueError as error:  # of bytes that are no text, and of integers beyond all limits, too
         raise RecipeError(f"{path}: not valid TOML: {error}") from None
-    if endless := [key for key, value in _leaves(raw) if isinstance(value, int) and abs(value) >= 1 << 63]:
+    if endless := [key for key, value in dotted(raw) if isinstance(value, int) and abs(value) >= 1 << 63]:
         raise RecipeError(f"{path}: {', '.join(endless)} is an integer of more than 64 bits, which TOML does not have")
     try:
         return Recipe.model_validate(raw)
@@ -273,10 +273,11 @@ def load_recipe(name: str | Path) -> Recipe:
         raise RecipeError(f"{path} has {len(lines)} problem(s):\n" + "\n".join(lines)) from None
 
 
-def _leaves(table: dict[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+def dotted(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """A nested table's values by their dotted keys."""
     for key, value in table.items():
         if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
+            yield from dotted(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
 

@@ -7,7 +7,7 @@ variant resumes, so several processes may work on different ones and a last one 
 import hashlib
 import json
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
@@ -27,7 +27,7 @@ from keys35.files.source import ShardedSource
 from keys35.glm.config import GlmConfig
 from keys35.glm.names import census
 from keys35.progress import Progress
-from keys35.recipe import Recipe
+from keys35.recipe import Recipe, dotted
 from keys35.report.machine import machine
 from keys35.report.measured import making
 from keys35.runtime.panel import Panel
@@ -111,7 +111,7 @@ def vary(recipe: Recipe, changes: dict[str, Any]) -> Recipe:
     TOML makes tables of dotted keys without quotes: those change the keys they name and no others, too.
     """
     values = recipe.model_dump()
-    for key, value in _dotted(changes):
+    for key, value in dotted(changes):
         *sections, leaf = key.split(".")
         part = values
         for section in sections:
@@ -124,14 +124,6 @@ def vary(recipe: Recipe, changes: dict[str, Any]) -> Recipe:
     except ValidationError as error:
         place, words = (error.errors()[0][key] for key in ("loc", "msg"))
         raise RecipeError(f"{changes}: {'.'.join(map(str, place))}: {words.removeprefix('Value error, ')}") from None
-
-
-def _dotted(changes: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in changes.items():
-        if isinstance(value, dict):
-            yield from _dotted(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
 
 
 def ablate(

@@ -35,7 +35,7 @@ from keys35.stages.units import (
     recorded_sha256,
 )
 
-Handed = dict[int, dict[str, States]]
+HandedStates = dict[int, dict[str, States]]
 """States behind a layer, of both splits, in the memory of a driver that goes on."""
 READERS = 8
 REACHED = "reached"  # among a layer's kept rows: how many of all fit rows, kept or not, each expert is chosen by
@@ -72,7 +72,7 @@ def _check_vocabulary(job: Job, windows: Windows) -> None:
 
 def capture(
     job: Job, store: WeightStore, layer: int, windows: dict[str, Windows], replay: bool = False,
-    shelf: Shelf | None = None, handed: Handed | None = None,
+    shelf: Shelf | None = None, handed: HandedStates | None = None,
 ) -> Callable[[], None]:
     """One layer's pass over all windows: states onward, Hessians of its linears, rows of its experts.
 
@@ -123,7 +123,7 @@ def _kept_rows(job: Job, found: dict[str, MoeRows], length: int) -> dict[str, Te
 
 def _passed(
     job: Job, store: WeightStore, layer: int, weights: StoredLayer, windows: dict[str, Windows], spent: Spans,
-    handed: Handed,
+    handed: HandedStates,
 ) -> tuple[dict[str, Capture], dict[str, States], tuple[Dropped, ...]]:
     """The windows through a layer: what was captured, their states behind it, and which windows are left out.
 
@@ -214,7 +214,7 @@ def next_shares(job: Job, layer: int) -> bool:
 
 def _states_before(
     job: Job, store: WeightStore, layer: int, weights: StoredLayer | None, windows: dict[str, Windows],
-    dropped: Sequence[Dropped], handed: Handed,
+    dropped: Sequence[Dropped], handed: HandedStates,
 ) -> dict[str, States]:
     """States that enter a layer: embeddings, the previous layer's output, or an MTP layer's joined input.
 
@@ -238,7 +238,8 @@ def mtp_states(job: Job, store: WeightStore, weights: StoredLayer, trunk: States
 
 
 def _states_after(
-    job: Job, store: WeightStore, layer: int, windows: dict[str, Windows], dropped: Sequence[Dropped], handed: Handed
+    job: Job, store: WeightStore, layer: int, windows: dict[str, Windows], dropped: Sequence[Dropped],
+    handed: HandedStates,
 ) -> dict[str, States]:
     """A layer's outgoing states without what is dropped: handed over, from disk, or made again from the last kept."""
     before = dropped_before(job, layer)

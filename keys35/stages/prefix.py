@@ -33,7 +33,6 @@ from keys35.stages.prefix_rows import entering, make_rows, saving_rows
 from keys35.stages.spans import Spans
 from keys35.stages.states import States
 from keys35.stages.streams import (
-    FIRST_HALF,
     QUANTIZED,
     SHARED,
     SOURCE,
@@ -187,8 +186,8 @@ def _behind_attention(
         encoder.encode((MIXED,), sums)
     with spent("forward"):
         if not encoder.has(MIXED):
-            source = through(job, layer, streams[SOURCE], SOURCE, exact, FIRST_HALF)
-        found = through(job, layer, streams[QUANTIZED], QUANTIZED, encoder.weights, FIRST_HALF)
+            source = through(job, layer, streams[SOURCE], SOURCE, exact, behind_attention)
+        found = through(job, layer, streams[QUANTIZED], QUANTIZED, encoder.weights, behind_attention)
     return {SOURCE: source, QUANTIZED: found}
 
 

@@ -165,8 +165,8 @@ def _read(job: Job, store: WeightStore, layer: int, width: int) -> tuple[StoredL
     if layer in job.config.moe_layers and is_predicted(job, layer):
         lossy = simulated(job, layer)
     elif layer in job.config.moe_layers:
-        candidates = Candidates(job, layer)
-        lossy, hold = candidates.decoded([width] * job.experts), partial(candidates.hold, [width] * job.experts)
+        candidates, widths = Candidates(job, layer), [width] * job.experts
+        lossy, hold = candidates.decoded(widths), partial(candidates.hold, widths)
     if job.device.type == "cuda":
         with ThreadPoolExecutor(1) as beside:
             holding = beside.submit(hold) if hold else None

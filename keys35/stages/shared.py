@@ -9,7 +9,7 @@ from keys35.calibration.correction import PairedInputs
 from keys35.calibration.windows import Windows
 from keys35.exl3.encode import LinearJob, encode_group
 from keys35.glm.block import LayerWeights
-from keys35.glm.layer import gated_mlp, mlp_inputs, mlp_linears, routed_outputs
+from keys35.glm.layer import behind_mlp, gated_mlp, mlp_inputs, mlp_linears, routed_outputs
 from keys35.glm.names import TensorRule
 from keys35.glm.weights import Overlay
 from keys35.precision import short_products
@@ -21,7 +21,6 @@ from keys35.stages.spans import Spans
 from keys35.stages.states import States
 from keys35.stages.streams import (
     QUANTIZED,
-    SECOND_HALF,
     SHARED,
     SOURCE,
     Handed,
@@ -46,13 +45,13 @@ def finish_layer(
     layer.
     """
     attended = handed.attended.pop(layer, None) or states_attended(job, layer, windows, allocation)
-    source = through(job, layer, attended.pop(SOURCE), SOURCE, layer_weights(job, job.store, layer), SECOND_HALF)
+    source = through(job, layer, attended.pop(SOURCE), SOURCE, layer_weights(job, job.store, layer), behind_mlp)
     last, done = encoded_last(job, layer), job.work.receipt(shared_unit(layer)) is not None
     lossy = MixStore(job, allocation, final=True, first=not done).layer(layer)
     if last and not done:
         matrix = _encode_down(job, last, source, attended[QUANTIZED], lossy)
         lossy = Overlay(lossy, {SHARED_DOWN: matrix})
-    found = through(job, layer, attended.pop(QUANTIZED), QUANTIZED, lossy, SECOND_HALF)
+    found = through(job, layer, attended.pop(QUANTIZED), QUANTIZED, lossy, behind_mlp)
     handed.onward = {layer: {SOURCE: source, QUANTIZED: found}}  # in place of any that nobody came for
 
 

@@ -4,7 +4,7 @@ Both are of the fit windows. They are on disk behind one layer's attention at a 
 driver that goes on has in memory.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,8 +28,8 @@ from keys35.stages.units import dense_unit, layer_name
 STREAMS = SOURCE, QUANTIZED = "source", "quantized"
 SHARED = "mlp.shared_experts"
 Streams = dict[str, States]
-FIRST_HALF, SECOND_HALF = (behind_attention,), (behind_mlp,)
-Halves = Sequence[Callable[..., tuple[list[Tensor], list[Tensor | None]]]]
+Half = Callable[..., tuple[list[Tensor], list[Tensor | None]]]
+"""`behind_attention` or `behind_mlp`."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def forget_attended(job: Job, layer: int) -> None:
 
 def _states_after(job: Job, layer: int, windows: Windows, allocation: dict[int, list[float]]) -> Streams:
     """Both streams behind a layer that is encoded, from those behind its attention."""
-    return _advanced(job, layer, states_attended(job, layer, windows, allocation), allocation, SECOND_HALF)
+    return _advanced(job, layer, states_attended(job, layer, windows, allocation), allocation, behind_mlp)
 
 
 def states_attended(job: Job, layer: int, windows: Windows, allocation: dict[int, list[float]]) -> Streams:
@@ -133,14 +133,14 @@ def states_attended(job: Job, layer: int, windows: Windows, allocation: dict[int
             found = pool.map(lambda name: load_tensors(files[name], expect_sha256=expected[name]), STREAMS)
             kept = {name: read_states(tensors, [name])[name] for name, tensors in zip(STREAMS, found, strict=True)}
         return {name: states.to(states_home(job)) for name, states in kept.items()}
-    return _advanced(job, layer, states_before(job, layer, windows, allocation), allocation, FIRST_HALF)
+    return _advanced(job, layer, states_before(job, layer, windows, allocation), allocation, behind_attention)
 
 
 def _advanced(
-    job: Job, layer: int, before: Streams, allocation: dict[int, list[float]], half: Halves
+    job: Job, layer: int, before: Streams, allocation: dict[int, list[float]], half: Half
 ) -> Streams:
     """Both streams through half of an encoded layer; the states before it are lost."""
-    second = half == SECOND_HALF  # the first needs neither experts nor what is encoded behind them
+    second = half is behind_mlp  # the first needs neither experts nor what is encoded behind them
     exact = layer_weights(job, job.store, layer, experts=second)
     source = through(job, layer, before.pop(SOURCE), SOURCE, exact, half)
     del exact  # a GPU has room for few layers
@@ -149,19 +149,11 @@ def _advanced(
     return {SOURCE: source, QUANTIZED: through(job, layer, before.pop(QUANTIZED), QUANTIZED, lossy, half)}
 
 
-def through(
-    job: Job, layer: int, before: States, stream: str, weights: LayerWeights,
-    halves: Halves = FIRST_HALF + SECOND_HALF,
-) -> States:
-    """A stream through a layer or half of it; the states before it are lost.
-
-    Between the halves they are in the dtype that they are kept in, as they are where files lie between them.
-    """
-    states = before
-    for half in halves:
-        states = states.advance(job.config, layer, weights, job.device, job.tokens_at_once, in_place=True, through=half)
-    require_finite(layer, {stream: states})
-    return states
+def through(job: Job, layer: int, before: States, stream: str, weights: LayerWeights, half: Half) -> States:
+    """A stream through half of a layer; the states before it are lost."""
+    after = before.advance(job.config, layer, weights, job.device, job.tokens_at_once, in_place=True, through=half)
+    require_finite(layer, {stream: after})
+    return after
 
 
 def require_finite(layer: int, streams: Streams) -> None:

@@ -10,6 +10,8 @@ from safetensors import safe_open
 from tiny import tiny_recipe
 
 from keys35.files.atomic import load_tensors
+from keys35.glm.block import LayerWeights
+from keys35.glm.layer import behind_attention, behind_mlp
 from keys35.glm.weights import Overlay
 from keys35.progress import Progress
 from keys35.stages.allocate import allocate, load_allocation
@@ -17,11 +19,12 @@ from keys35.stages.assemble import assemble
 from keys35.stages.candidates import MixStore
 from keys35.stages.capture import calibration_windows, layer_weights
 from keys35.stages.dense import dense_weight
-from keys35.stages.job import open_job
+from keys35.stages.job import Job, open_job
 from keys35.stages.measure import measure
 from keys35.stages.quantize import quantize
 from keys35.stages.shared import _sums
-from keys35.stages.streams import FIRST_HALF, QUANTIZED, SOURCE, states_before, through
+from keys35.stages.states import States
+from keys35.stages.streams import QUANTIZED, SOURCE, states_before, through
 from keys35.stages.units import dense_file, dense_home, encoded_last
 from keys35.stages.workers import Workers
 
@@ -46,10 +49,10 @@ def test_it_is_fitted_to_what_the_whole_layer_lacks(tiny, made: Path, tmp_path: 
     with open_job(tiny.source, RECIPE, tmp_path / "work") as job:
         rule, allocation = encoded_last(job, LAYER), load_allocation(job)
         before = states_before(job, LAYER, calibration_windows(job)["fit"], allocation)
-        source = through(job, LAYER, before[SOURCE], SOURCE, layer_weights(job, job.store, LAYER))
+        source = whole_layer(job, before[SOURCE], SOURCE, layer_weights(job, job.store, LAYER))
         lossy, weight = MixStore(job, allocation, final=True, first=True).layer(LAYER), dense_weight(job, rule)
         copy = replace(before[QUANTIZED], x=before[QUANTIZED].x.clone())
-        attended = through(job, LAYER, copy, QUANTIZED, lossy, FIRST_HALF)
+        attended = through(job, LAYER, copy, QUANTIZED, lossy, behind_attention)
         sums = _sums(job, LAYER, source, attended, lossy, weight)
         inputs: list[torch.Tensor] = []
 
@@ -58,13 +61,19 @@ def test_it_is_fitted_to_what_the_whole_layer_lacks(tiny, made: Path, tmp_path: 
             return rows @ weight
 
         watched = Overlay(lossy, {rule.module.split(".", 3)[3]: _Called(down)})
-        found = through(job, LAYER, before[QUANTIZED], QUANTIZED, watched)
+        found = whole_layer(job, before[QUANTIZED], QUANTIZED, watched)
     wanted, state = (states.x.flatten(0, 1).double() for states in (source, found))
     size = wanted.square().mean(-1, keepdim=True) + job.config.rms_norm_eps
     match = torch.cat(inputs).double().T @ ((wanted - state) / size)
     assert sums.rows == len(wanted) > 0 and float(match.norm()) > 0
     got = sum(half.match(weight) for half in sums._sums).double()
     assert (got - match).norm() < 1e-3 * match.norm()
+
+
+def whole_layer(job: Job, states: States, stream: str, weights: LayerWeights) -> States:
+    for half in (behind_attention, behind_mlp):
+        states = through(job, LAYER, states, stream, weights, half)
+    return states
 
 
 class _Called:
