@@ -108,10 +108,7 @@ def capture(
 
 
 def _kept_rows(job: Job, found: dict[str, MoeRows], length: int) -> dict[str, Tensor]:
-    """What a layer's experts are measured on, by name: rows of both splits, and how many of all fit rows reach each.
-
-    length: rows of a window.
-    """
+    """What experts are measured on: rows of both splits, and what all fit rows reach; length: rows of a window."""
     if not found:
         return {}
     reached = found["fit"].counts(job.experts)
