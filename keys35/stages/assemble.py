@@ -14,7 +14,7 @@ from keys35.errors import PlanError
 from keys35.exl3.codebook import MARKERS
 from keys35.files.atomic import PARTIAL, read_json, read_pieces, require_space, sha256_file, write_bytes, write_json
 from keys35.files.forms import OBJECT, read_formed
-from keys35.files.headers import read_header
+from keys35.files.headers import TORCH_DTYPE, read_header
 from keys35.files.shards import INDEX_NAME, ShardReceipt, shard_name, write_index, write_shard
 from keys35.files.source import ShardedSource
 from keys35.glm.names import Role, TensorRule, shard_of
@@ -30,6 +30,7 @@ from keys35.stages.job import Job, refuse_nesting
 from keys35.stages.pieces import Pieces
 from keys35.stages.profile import one_width_keys
 from keys35.stages.sizes import class_sizes
+from keys35.stages.zero_columns import zero_in_source
 
 # Written into the output by later steps; a second assembly leaves them to be rewritten.
 LATER = {QUALITY, CARD, SOURCE_CARD, PAGE, MEASUREMENTS, MAKING}
@@ -59,8 +60,9 @@ def assemble(job: Job, out: Path, progress: Progress) -> dict[str, object]:
     receipts = [receipts[name] for name in named]
     write_index(out / INDEX_NAME, receipts, sum(r.tensor_bytes for r in receipts))
     _side_files(job, out)
-    quantization = _write_configs(job, pieces, out, receipts)
-    report = _report(job, pieces, out, receipts, quantization)
+    stored = ShardedSource(out, {}, tuple(read_header(out / receipt.file) for receipt in receipts))
+    _write_configs(job, pieces, stored)
+    report = _report(job, pieces, stored, receipts)
     write_json(out / REPORT, report)
     job.work.log("assembled", out=str(out), bytes=sum(r.size for r in receipts))
     return report
@@ -154,9 +156,9 @@ def _side_files(job: Job, out: Path) -> None:
             write_bytes(target, path.read_bytes())
 
 
-def _write_configs(job: Job, pieces: Pieces, out: Path, receipts: list[ShardReceipt]) -> dict[str, object]:
+def _write_configs(job: Job, pieces: Pieces, stored: ShardedSource) -> None:
     """config.json keeps every source key; both files carry the same facts about the quantization."""
-    recipe = job.recipe
+    recipe, out = job.recipe, stored.root
     mean = float(_routed_mean(job, pieces))
     quantization: dict[str, object] = {
         "quant_method": "exl3",
@@ -177,9 +179,7 @@ def _write_configs(job: Job, pieces: Pieces, out: Path, receipts: list[ShardRece
     if recipe.output.profile == "uniform-layer":
         quantization |= one_width_keys(job.rules.values(), quantization["expert_bits"], recipe.dense_bits)
     write_json(out / "config.json", {**config, "tie_word_embeddings": False, "quantization_config": quantization})
-    storage = _tensor_storage(pieces, out, receipts)
-    write_json(out / QUANT, {**quantization, "tensor_storage": storage})
-    return quantization
+    write_json(out / QUANT, {**quantization, "tensor_storage": _tensor_storage(stored)})
 
 
 def _expert_bits(job: Job, pieces: Pieces) -> dict[str, list[int]]:
@@ -187,19 +187,17 @@ def _expert_bits(job: Job, pieces: Pieces) -> dict[str, list[int]]:
     return bits | {str(layer): [job.recipe.mtp.bits] * job.experts for layer in job.config.mtp_layers}
 
 
-def _tensor_storage(pieces: Pieces, out: Path, receipts: list[ShardReceipt]) -> dict[str, object]:
+def _tensor_storage(stored: ShardedSource) -> dict[str, object]:
     """Per module: stored tensors, and for EXL3 ones the width by trellis shape (format notes 3.9)."""
-    dtypes = {"I16": "torch.int16", "I32": "torch.int32", "F16": "torch.float16", "BF16": "torch.bfloat16"}
     storage: dict[str, dict] = {}
-    for receipt in receipts:
-        for name, entry in read_header(out / receipt.file).entries.items():
-            module = storage.setdefault(name.rpartition(".")[0], {"stored_tensors": {}})
-            dtype = dtypes.get(entry.dtype, "torch.float32")
-            module["stored_tensors"][name] = {"shape": list(entry.shape), "n_bytes": entry.nbytes, "dtype": dtype}
-            if name.endswith(".trellis"):
-                module["quant_format"] = "exl3"
-                module["bits_per_weight"] = plain_width(entry.shape[-1] / 16)
-                module["mul1_multiplier"] = MARKERS["mul1"]
+    for name, tensor in stored.tensors.items():
+        entry, module = tensor.entry, storage.setdefault(name.rpartition(".")[0], {"stored_tensors": {}})
+        dtype = str(TORCH_DTYPE[entry.dtype])
+        module["stored_tensors"][name] = {"shape": list(entry.shape), "n_bytes": entry.nbytes, "dtype": dtype}
+        if name.endswith(".trellis"):
+            module["quant_format"] = "exl3"
+            module["bits_per_weight"] = plain_width(entry.shape[-1] / 16)
+            module["mul1_multiplier"] = MARKERS["mul1"]
     return storage
 
 
@@ -209,22 +207,18 @@ def _routed_mean(job: Job, pieces: Pieces) -> Fraction:
 
 
 def _report(
-    job: Job, pieces: Pieces, out: Path, receipts: list[ShardReceipt], quantization: dict[str, object]
+    job: Job, pieces: Pieces, stored: ShardedSource, receipts: list[ShardReceipt]
 ) -> dict[str, object]:
     """Everything a reader needs to trust the files; widths come from the shapes on disk, not from memory.
 
     Holds no times, paths or host names: a resumed run writes the same bytes.
     """
-    stored = {n: e for r in receipts for n, e in read_header(out / r.file).entries.items()}
     quantized = [rule for rule in job.rules.values() if rule.quantized]
-    shape_width = {rule.name: Fraction(stored[f"{rule.module}.trellis"].shape[-1], 16) for rule in quantized}
+    shapes = {rule.name: stored.tensors[f"{rule.module}.trellis"].entry.shape for rule in quantized}
+    width = {name: Fraction(shape[-1], 16) for name, shape in shapes.items()}
     routed = [rule for rule in quantized if rule.role is Role.EXPERT]
-    weights = sum(rule.numel for rule in routed)
-    mean = sum((shape_width[rule.name] * rule.numel for rule in routed), Fraction(0)) / weights
-    histogram = {str(layer): _histogram(shape_width, routed, layer) for layer in pieces.allocation}
-    errors: dict[tuple[Role, int], list[float]] = {}
-    for rule in quantized:
-        errors.setdefault((rule.role, plain_width(float(shape_width[rule.name]))), []).append(pieces.proxy_error(rule))
+    mean = sum((width[rule.name] * rule.numel for rule in routed), Fraction(0)) / sum(rule.numel for rule in routed)
+    histogram = {str(layer): _histogram(width, routed, layer) for layer in pieces.allocation}
     allocation = read_json(job.work.path(ALLOCATION))
     return {
         "format": FORMAT,
@@ -240,17 +234,26 @@ def _report(
         "widths_total": dict(sorted(sum((Counter(h) for h in histogram.values()), Counter()).items())),
         "mtp_bits": job.recipe.mtp.bits,
         "dense_bits": job.recipe.dense_bits,
-        "proxy_errors": [
-            {"role": role.value, "bits": bits, "linears": len(v), "mean": sum(v) / len(v), "max": max(v)}
-            for (role, bits), v in sorted(errors.items())
-        ],
+        "proxy_errors": _proxy_errors(pieces, quantized, width),
+        "zero_columns": zero_in_source(quantized, stored, job.source),
         "shards": [{"file": r.file, "bytes": r.size, "sha256": r.sha256, "tensors": len(r.tensors)} for r in receipts],
         "total_bytes": sum(r.size for r in receipts),
-        "configs": {name: sha256_file(out / name) for name in CONFIGS},
+        "configs": {name: sha256_file(stored.root / name) for name in CONFIGS},
         "carried_identical": sorted(r.name for r in job.rules.values() if not r.quantized),
         "dropped": list(job.dropped),
         "warnings": [*([allocation["warning"]] if allocation["warning"] else []), *_warnings(job)],
     }
+
+
+def _proxy_errors(
+    pieces: Pieces, quantized: list[TensorRule], width: Mapping[str, Fraction]
+) -> list[dict[str, object]]:
+    """Number, mean and largest error of the linears of each role and width."""
+    errors: dict[tuple[Role, int | float], list[float]] = {}
+    for rule in quantized:
+        errors.setdefault((rule.role, plain_width(float(width[rule.name]))), []).append(pieces.proxy_error(rule))
+    return [{"role": role.value, "bits": bits, "linears": len(v), "mean": sum(v) / len(v), "max": max(v)}
+            for (role, bits), v in sorted(errors.items())]
 
 
 def _histogram(width: dict[str, Fraction], routed: list[TensorRule], layer: int) -> dict[str, int]:

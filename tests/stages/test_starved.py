@@ -1,6 +1,7 @@
 """What calibration does to some experts and rows: none, three, not finite, and text of another tokenizer."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from small import small_recipe, small_source
 from keys35.errors import PlanError, SourceError
 from keys35.files.source import ShardedSource
 from keys35.progress import Progress
+from keys35.report.facts import REPORT
 from keys35.stages.allocate import allocate
 from keys35.stages.assemble import assemble
 from keys35.stages.capture import calibration_windows, capture, layer_rows
@@ -20,6 +22,7 @@ from keys35.stages.quantize import quantize
 
 GATE, BIAS = (f"model.layers.1.mlp.gate.{name}" for name in ("weight", "e_score_correction_bias"))
 THREE, NEVER = 2, 3  # of four experts, two a token
+DEAD = "model.layers.1.mlp.experts.0.gate_proj"  # some of its rows are zero
 RECIPE = small_recipe(experts={"widths": [3, 4], "bits": 3.25, "group": 2, "fallback": False})
 
 
@@ -50,6 +53,7 @@ def starving(source, work):
 
     def change(tensors):
         tensors[BIAS][THREE], tensors[BIAS][NEVER] = value, -100.0
+        tensors[f"{DEAD}.weight"][[5, 9]] = 0
     return change
 
 
@@ -84,6 +88,18 @@ def test_an_expert_without_rows_is_listed(starved):
     _, out, _ = starved
     _, warning = json.loads((out / "KEYS35_ASSEMBLY_REPORT.json").read_text())["warnings"]
     assert "layer-001" in warning and f"experts [{NEVER}] saw no calibration row" in warning
+
+
+def test_dead_rows_of_the_source_are_no_fault_though_it_is_not_there(starved, tmp_path):
+    """Only the source told that columns may be zero: `check` by itself refused such a checkpoint, and so did `upload`."""
+    _, out, _ = starved
+    assert json.loads((out / REPORT).read_text())["zero_columns"] == {f"{DEAD}.svh": 2}
+    assert check(out).ok
+    copied = shutil.copytree(out, tmp_path / "out")
+    for listed in ({}, {f"{DEAD}.svh": 1}, {f"{DEAD}.svh": 2, f"{DEAD.replace('gate', 'up')}.svh": 1}, 5):
+        report = json.loads((out / REPORT).read_text()) | {"zero_columns": listed}
+        (copied / REPORT).write_text(json.dumps(report))
+        assert "svh-zero" in {finding.rule for finding in check(copied).findings}
 
 
 def test_what_has_no_usable_hessian_is_named_though_it_was_only_simulated(plain, tmp_path):
