@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from keys35.files.headers import TORCH_DTYPE
+from keys35.files.headers import TORCH_DTYPE, read_header
 from keys35.glm.config import GlmConfig
 from keys35.glm.names import Role, TensorRule, census, exl3_parts
 from keys35.recipe import Recipe
@@ -117,9 +117,10 @@ def legal_encoding(rule: TensorRule, bits: int, generator: torch.Generator) -> d
 
 def origin_of_report() -> dict[str, Any]:
     """What an assembly report says of where a checkpoint came from."""
+    recipe = Recipe(name="made-up")
     return {
         "format": "keys35-v1", "tool": "keys35 0.0", "source_fingerprint": {"config.json": "0" * 64},
-        "recipe": Recipe(name="made-up").model_dump(mode="json"), "recipe_sha256": "0" * 64,
+        "recipe": recipe.model_dump(mode="json"), "recipe_sha256": recipe.digest(),
         "calibration_text_sha256": "0" * 64, "proxy_errors": [], "warnings": [],
     }  # fmt: skip
 
@@ -165,7 +166,7 @@ class Output:
             modules = sorted(leaves | {"fused_qkv_a_proj", "gate_up_proj"})
             self.quantization["non_routed_exl3"] = {"codebook": "mul1", "bits": 5, "modules": modules}
         self.report: dict[str, Any] = {
-            **origin_of_report(), "dense_bits": 5, "mtp_bits": 8,
+            **origin_of_report(), "dense_bits": self.quantization["dense_bits"], "mtp_bits": 8,
             "routed_mean_bits": float(mean), "routed_mean_bits_exact": str(mean), "dropped": [],
             "widths_total": dict(total),
             "widths_by_layer": {str(layer): dict(Counter(map(str, bits))) for layer, bits in widths.items()},
@@ -196,7 +197,7 @@ class Output:
         write_checkpoint(root, self.tensors, self.shards, config)
         storage = {**self.quantization, "tensor_storage": self.storage()}
         (root / "quantization_config.json").write_text(json.dumps(storage))
-        shards = [{"file": path.name, "bytes": path.stat().st_size, "tensors": 1,
+        shards = [{"file": path.name, "bytes": path.stat().st_size, "tensors": len(read_header(path).entries),
                    "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
                   for path in sorted(root.glob("*.safetensors"))]  # fmt: skip
         report = json.dumps({**self.report, "shards": shards, "total_bytes": sum(shard["bytes"] for shard in shards)})

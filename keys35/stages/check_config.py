@@ -1,5 +1,7 @@
 """Rules about config.json, quantization_config.json, the files beside them, the report and the recipe."""
 
+import hashlib
+import json
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +11,7 @@ from keys35.exl3.codebook import MARKERS
 from keys35.files.atomic import sha256_file
 from keys35.files.headers import TORCH_DTYPE
 from keys35.glm.names import Role, exl3_parts, match_source
+from keys35.recipe import PLAIN_BITS
 from keys35.report.facts import CONFIGS, QUANT, REPORT
 from keys35.report.schema import load_schema, misfit
 from keys35.stages.contract import Checkpoint, Finding, broken, unread_keys
@@ -162,14 +165,26 @@ def check_report(point: Checkpoint) -> Iterator[Finding]:
     mean = point.mean(_routed(point))
     total = {str(bits): count for bits, count in sorted(width_histogram(point).items())}
     claims = {"routed_mean_bits": None if mean is None else float(mean), "routed_mean_bits_exact": str(mean),
-              "widths_total": total, "widths_by_layer": _by_layer(point)}
+              "widths_total": total, "widths_by_layer": _by_layer(point)} | _fixed_widths(point)
     yield from broken("report-widths", ((key, f"is {_short(report[key])}, the shapes give {_short(value)}")
                                         for key, value in claims.items() if report[key] != value))
     yield from broken("report-shards", _shard_faults(point, report))
+    digest = hashlib.sha256(json.dumps(report["recipe"], sort_keys=True).encode()).hexdigest()
+    if report["recipe_sha256"] != digest:
+        yield from broken("report-recipe", [("recipe", f"has {digest}, recorded is {report['recipe_sha256']}")])
     yield from broken("report-configs", _config_faults(point, report))
     carried = {rule.name for rule in point.rules.values() if not rule.quantized}
     odd = sorted(carried ^ set(_names(report["carried_identical"])))
     yield from broken("report-names", ((name, "is wrongly declared carried or not") for name in odd))
+
+
+def _fixed_widths(point: Checkpoint) -> dict[str, int]:
+    """The width of MTP experts and of dense linears, where all have the same: mixed ones have rules of their own."""
+    found = {"mtp_bits": set(), "dense_bits": {PLAIN_BITS} if point.profile == "bf16-rest" else set()}
+    for name, bits in point.widths.items():
+        if key := {Role.MTP_EXPERT: "mtp_bits", Role.DENSE: "dense_bits"}.get(point.rules[name].role):
+            found[key].add(bits)
+    return {key: widths.pop() for key, widths in found.items() if len(widths) == 1}
 
 
 def width_histogram(point: Checkpoint) -> Counter[int]:
@@ -193,19 +208,22 @@ def _histograms(point: Checkpoint) -> dict[int, Counter[int]]:
 
 
 def _shard_faults(point: Checkpoint, report: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    claims = {shard["file"]: (shard["bytes"], shard["sha256"]) for shard in report["shards"]}
+    claims = {shard["file"]: shard for shard in report["shards"]}
     actual = {shard.path.name: shard for shard in point.stored.shards}
     for file in sorted(claims.keys() ^ actual.keys()):
         yield file, "is only in the report" if file in claims else "is only on disk"
     common = sorted(claims.keys() & actual.keys())
-    odd = [file for file in common if claims[file][0] != actual[file].size]
+    odd = [file for file in common if claims[file]["bytes"] != actual[file].size]
     for file in odd:
-        yield file, f"has {actual[file].size} bytes, reported are {claims[file][0]}"
+        yield file, f"has {actual[file].size} bytes, reported are {claims[file]['bytes']}"
+    for file in common:
+        if claims[file]["tensors"] != len(actual[file].entries):
+            yield file, f"has {len(actual[file].entries)} tensors, reported are {claims[file]['tensors']}"
     total = sum(shard.size for shard in actual.values())
     if report["total_bytes"] != total:
         yield "total_bytes", f"is {report['total_bytes']}, the shards have {total}"
     for step in point.progress.walk("hash", [file for file in common if point.deep and file not in odd]):
-        if sha256_file(actual[step.unit].path) != claims[step.unit][1]:
+        if sha256_file(actual[step.unit].path) != claims[step.unit]["sha256"]:
             yield step.unit, "has another SHA-256"
 
 

@@ -108,7 +108,8 @@ RULES: dict[str, Rule] = {
     "side-bytes": Rule("other files are byte-identical to the source or listed in changed_files", (PROOF,)),
     "report-file": Rule("KEYS35_ASSEMBLY_REPORT.json is present and complete", (PROOF,)),
     "report-widths": Rule("the report's mean and widths are those of the shapes", (PROOF,)),
-    "report-shards": Rule("the report's shards, sizes and hashes are those on disk", (PROOF,)),
+    "report-shards": Rule("the report's shards, sizes, tensors and hashes are those on disk", (PROOF,)),
+    "report-recipe": Rule("the report's recipe has the SHA-256 that it records", (PROOF,)),
     "report-configs": Rule("both configs have the SHA-256 that the report records, or are in changed_files", (PROOF,)),
     "report-names": Rule("the report's carried and dropped tensors are the model's", (PROOF,)),
     # Wishes of single engines, outside the contract

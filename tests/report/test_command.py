@@ -82,6 +82,7 @@ def test_neither(tmp_path):
     ("KEYS35_ASSEMBLY_REPORT.json", ("recipe", "calibration"), "'recipe' lacks calibration"),
     ("KEYS35_QUALITY.json", ("noise_floor",), "it lacks noise_floor"),
     ("KEYS35_QUALITY.json", ("ranks", 1, "sharded"), "entry 1 lacks sharded"),
+    ("KEYS35_QUALITY.json", ("metrics", "mtp", "acceptance_reference"), "'mtp' lacks acceptance_reference"),
     ("KEYS35_MEASUREMENTS.json", ("sets",), "it lacks sets"),
     ("KEYS35_MEASUREMENTS.json", ("layers", "1", "fit_rows"), "'1' lacks fit_rows"),
 ])

@@ -97,13 +97,14 @@ def write_true_size(root: Path) -> Path:
     shards: dict[int, list] = {}
     for rule in rules:
         shards.setdefault(shard_of(rule, config, 81), []).append(rule)
-    weight_map, storage, total = {}, {}, 0
+    weight_map, storage, counts, total = {}, {}, {}, 0
     for number, part in shards.items():
         file = f"model-{number + 1:05d}-of-00081.safetensors"
         layout = [entry for rule in part for entry in parts_of(rule, expert_bits)]
         weight_map |= {name: file for name, *_ in layout}
         total += sum(tensor_nbytes(dtype, shape) for _, dtype, shape, _ in layout)
         write_sparse(root / file, layout)
+        counts[file] = len(layout)
         for name, dtype, shape, _ in layout:
             facts = {"shape": shape, "n_bytes": tensor_nbytes(dtype, shape), "dtype": str(TORCH_DTYPE[dtype])}
             module = storage.setdefault(name.rpartition(".")[0], {"stored_tensors": {}})
@@ -122,7 +123,8 @@ def write_true_size(root: Path) -> Path:
         **origin_of_report(), "dense_bits": 5, "mtp_bits": 8, "total_bytes": sum(sizes.values()),
         "widths_by_layer": {str(layer): {"2": 64, "3": 192} for layer in config.moe_layers},
         "routed_mean_bits": 2.75, "routed_mean_bits_exact": "11/4", "widths_total": {"2": 4800, "3": 14400},
-        "shards": [{"file": file, "bytes": size, "sha256": "", "tensors": 1} for file, size in sizes.items()],
+        "shards": [{"file": file, "bytes": size, "sha256": "", "tensors": counts[file]}
+                   for file, size in sizes.items()],
         "carried_identical": [rule.name for rule in rules if not rule.quantized], "dropped": [],
     }  # fmt: skip
     (root / "KEYS35_ASSEMBLY_REPORT.json").write_text(json.dumps(report))

@@ -91,7 +91,7 @@ def test_an_expert_without_rows_is_listed(starved):
 
 
 def test_dead_rows_of_the_source_are_no_fault_though_it_is_not_there(starved, tmp_path):
-    """Only the source told that columns may be zero: `check` by itself refused such a checkpoint, and so did `upload`."""
+    """Only the source told that columns may be zero: `check` alone refused such a checkpoint, and so did `upload`."""
     _, out, _ = starved
     assert json.loads((out / REPORT).read_text())["zero_columns"] == {f"{DEAD}.svh": 2}
     assert check(out).ok
