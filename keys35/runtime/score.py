@@ -29,11 +29,12 @@ def score_panel(
     drafting = mtp(store, hidden, embedded, reduce=ranks.reduce) if scorer.mtp_heads else []
     for window, tokens in enumerate(panel.tokens):
         stored = reference.states(window)
-        logits, greedy = scorer.trunk(window, panel.domains[window], hidden[window], stored["hidden"], tokens)
+        kept: list[Tensor] | None = [] if logits_dir is not None and ranks.rank == 0 else None
+        greedy = scorer.trunk(window, panel.domains[window], hidden[window], stored["hidden"], tokens, kept)
         if drafting:
             scorer.mtp(drafting[window], stored["mtp"], tokens, greedy)
-        if logits_dir is not None and ranks.rank == 0:
-            save_tensors(logits_dir / f"window-{window:05d}.safetensors", {"logits": logits})
+        if kept is not None:
+            save_tensors(logits_dir / f"window-{window:05d}.safetensors", {"logits": torch.cat(kept)})
     return scorer.result() if ranks.rank == 0 else None
 
 
@@ -50,10 +51,10 @@ class _Scorer:
         self.mtp_heads = (head.for_mtp(store), theirs["mtp"]) if both else ()
 
     def trunk(
-        self, window: int, domain: str, states: Tensor, stored: Tensor, tokens: Tensor
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Score one window; return the checkpoint's logits (empty unless rank 0) and both greedy choices."""
-        labels, kept, greedy = next_tokens(tokens), [], []
+        self, window: int, domain: str, states: Tensor, stored: Tensor, tokens: Tensor, kept: list[Tensor] | None
+    ) -> list[Tensor]:
+        """Score one window; return both greedy choices. The checkpoint's logits go to `kept`, if there is one."""
+        labels, greedy = next_tokens(tokens), []
         for rows in _chunks(len(states)):
             shares = [head(x[rows]) for head, x in zip(self.trunk_heads, (states, stored), strict=True)]
             greedy.append([self.ranks.greedy(share).cpu() for share in shares])
@@ -62,9 +63,9 @@ class _Scorer:
                 if not ours.isfinite().all():
                     raise RankError(f"window {window} gives NaN or infinite logits: the checkpoint is damaged")
                 self.metrics.add(window, domain, theirs, ours, labels[rows])
-                kept.append(ours.cpu())
-        logits = torch.cat(kept) if kept else torch.empty(0)
-        return logits, [torch.cat(column) for column in zip(*greedy, strict=True)]
+                if kept is not None:
+                    kept.append(ours.cpu())
+        return [torch.cat(column) for column in zip(*greedy, strict=True)]
 
     def mtp(self, states: Tensor, stored: Tensor, tokens: Tensor, greedy: list[Tensor]) -> None:
         """Score the drafts of both models, each against its own trunk."""

@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from subprocess import Popen, run
@@ -25,6 +26,7 @@ from keys35.files.source import ShardedSource
 from keys35.glm.config import GlmConfig
 from keys35.glm.stream import Head, embed, trunk
 from keys35.glm.weights import Keep, WeightStore
+from keys35.runtime import score
 from keys35.runtime.generate import Decoder, Drafter, Drafting, generate, generate_drafted
 from keys35.runtime.launch import check_ranks, run_generate, run_panel
 from keys35.runtime.panel import Panel
@@ -159,6 +161,27 @@ def test_a_damaged_checkpoint_is_named_not_averaged(source_store, panel, referen
     )
     with pytest.raises(RankError, match="window 0 gives NaN"):
         score_panel(store, Ranks(), panel, reference)
+
+
+class WatchedRanks(Ranks):
+    """Knows how many of the logits that it has given out are still there."""
+
+    def __init__(self):
+        self.given, self.most = [], 0
+
+    def logits(self, share):
+        self.most = max(self.most, sum(one() is not None for one in self.given))
+        whole = super().logits(share)
+        self.given.append(weakref.ref(whole))
+        return whole
+
+
+def test_logits_that_nobody_asked_for_are_not_kept(source_store, panel, reference, monkeypatch):
+    """Those of a window of 2,048 tokens take 1.3 GB with GLM-5.3's vocabulary, and were joined, which took it twice."""
+    monkeypatch.setattr(score, "LOGIT_ROWS", 32)
+    ranks = WatchedRanks()
+    score_panel(source_store, ranks, panel, reference)
+    assert len(ranks.given) > 2 * 256 / 32 and ranks.most <= 4  # both models', of this chunk and the one before
 
 
 def test_each_rank_reads_about_a_quarter_and_stays_small(alone, four, packed):
