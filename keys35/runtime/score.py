@@ -1,5 +1,6 @@
 """Run a checkpoint over a panel and compare it with the reference, on one rank or several."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,8 @@ import torch
 from torch import Tensor
 
 from keys35.errors import RankError
-from keys35.files.atomic import save_tensors
+from keys35.files.atomic import tensor_bytes, write_safetensors
+from keys35.files.headers import SAFETENSORS_NAME
 from keys35.glm.stream import Head, embed, mtp, trunk
 from keys35.glm.weights import WeightStore
 from keys35.runtime.metrics import MtpMetrics, PanelMetrics
@@ -34,8 +36,14 @@ def score_panel(
         if drafting:
             scorer.mtp(drafting[window], stored["mtp"], tokens, greedy)
         if kept is not None:
-            save_tensors(logits_dir / f"window-{window:05d}.safetensors", {"logits": torch.cat(kept)})
+            _save_logits(logits_dir / f"window-{window:05d}.safetensors", kept)
     return scorer.result() if ranks.rank == 0 else None
+
+
+def _save_logits(path: Path, pieces: Sequence[Tensor]) -> None:
+    """Pieces (rows, vocabulary) as one tensor "logits", which takes no second copy of them."""
+    form = SAFETENSORS_NAME[pieces[0].dtype], (sum(map(len, pieces)), pieces[0].shape[1])
+    write_safetensors(path, [("logits", *form)], [map(tensor_bytes, pieces)], {})
 
 
 class _Scorer:

@@ -7,15 +7,18 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor
 
 from keys35.demo import MODEL
 from keys35.errors import ContractError, Keys35Error, PlanError, RankError, RecipeError, SourceError
+from keys35.files.atomic import save_tensors
 from keys35.glm.stream import trunk
 from keys35.progress import Progress
 from keys35.recipe import load_recipe
 from keys35.runtime.group import RankGroup
-from keys35.stages.validate import recipe_of, validate
+from keys35.runtime.panel import Panel
+from keys35.stages.validate import _agreement, _logits, recipe_of, validate
 
 
 def test_a_checkpoint_on_a_disk_that_is_only_read(tmp_path: Path) -> None:
@@ -121,3 +124,35 @@ def test_a_report_that_is_no_report_is_refused(tmp_path: Path) -> None:
     (tmp_path / "KEYS35_ASSEMBLY_REPORT.json").write_text("[]")
     with pytest.raises(ContractError, match="KEYS35_ASSEMBLY_REPORT.json: it is no object; it is no keys35 checkpoint"):
         recipe_of(tmp_path)
+
+
+def logits_of_ranks_and_one(root: Path, apart: Tensor) -> tuple[Panel, Tensor]:
+    """What one process gave and, `apart` from it, four ranks, as they are saved; the panel and the former."""
+    alone = torch.randn(2, 20, 50, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for ranks, logits in (("1", alone), ("4", alone + apart)):
+        for window, rows in enumerate(logits):
+            save_tensors(root / ranks / "logits" / f"window-{window:05d}.safetensors", {"logits": rows})
+    return Panel.of("two", torch.arange(40).view(2, 20), ["prose", "code"]), alone
+
+
+def test_agreement_of_ranks_is_of_all_rows_and_never_of_whole_windows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With GLM-5.3's vocabulary a window of 2,048 tokens takes 2.5 GB; seven times that were held."""
+    monkeypatch.setattr("keys35.stages.validate.LOGIT_ROWS", 8)
+    apart = torch.zeros(2, 20, 50, dtype=torch.float64)
+    apart[1, 19, 3] = 5e-4
+    panel, alone = logits_of_ranks_and_one(tmp_path, apart)
+    kl = torch.nn.functional.kl_div((alone + apart).log_softmax(-1), alone.softmax(-1), reduction="none").sum(-1).mean()
+    assert _agreement(panel, tmp_path, 4) == pytest.approx({"max_logit_difference": 5e-4, "kl": float(kl)}, abs=1e-15)
+    assert [len(rows) for rows in _logits(tmp_path / "4" / "logits" / "window-00001.safetensors")] == [8, 8, 4]
+
+
+@pytest.mark.parametrize("wrong", [2e-3, float("nan")])
+def test_ranks_that_disagree_are_refused(tmp_path: Path, wrong: float) -> None:
+    """NaN is not larger than any bound, and passed for agreement."""
+    apart = torch.zeros(2, 20, 50, dtype=torch.float64)
+    apart[0, 11, 7] = wrong
+    panel, _ = logits_of_ranks_and_one(tmp_path, apart)
+    with pytest.raises(RankError, match="4 ranks and one process disagree"):
+        _agreement(panel, tmp_path, 4)
