@@ -39,7 +39,7 @@ def preflight(out: Path, repo: str, progress: Progress | None = None) -> tuple[L
     if "README.md" in names:
         problems += broken_links((out / "README.md").read_text(errors="replace"), repo, names)
     _refuse(out, problems)
-    for name in SCHEMAS.keys() & set(names):
+    for name in sorted(SCHEMAS.keys() & set(names)):
         read_report(out / name, "write it again before it is published")
     hashes = Hashes(out)
     steps = (progress or Progress()).walk("hash", names)

@@ -103,9 +103,10 @@ class Voice:
 
 
 def plain(value: Any) -> Any:
-    """A result as JSON: dataclasses with their computed properties, exact fractions and paths as text."""
+    """A result as JSON: dataclasses with their public properties, exact fractions and paths as text."""
     if is_dataclass(value):
-        properties = [name for name in dir(type(value)) if isinstance(getattr(type(value), name), property)]
+        properties = [name for name in dir(type(value))
+                      if name[0] != "_" and isinstance(getattr(type(value), name), property)]
         return {name: plain(getattr(value, name)) for name in [*(f.name for f in fields(value)), *properties]}
     if isinstance(value, Mapping):
         return {str(key): plain(entry) for key, entry in value.items()}

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from keys35.exl3.linear import decode_weight
 from keys35.glm.names import TensorRule, exl3_parts
+from keys35.stages.check_tensors import row_pieces
 from keys35.stages.contract import Checkpoint, Finding, broken
 
 SLAB = 2048  # output features decoded at a time: whole blocks of 128, so that large linears fit anywhere
@@ -52,7 +53,8 @@ def _carried(point: Checkpoint, rule: TensorRule) -> int:
     tensor = point.stored.tensors.get(rule.name)
     if rule.quantized or tensor is None or tensor.entry.dtype not in rule.dtypes:
         return 0
-    return int((~torch.isfinite(point.stored.read(rule.name))).sum())
+    pieces = (point.stored.read_slice(rule.name, 0, *piece) for piece in row_pieces(tensor.entry))
+    return sum(int((~torch.isfinite(piece)).sum()) for piece in pieces)
 
 
 def check_sample(point: Checkpoint) -> Iterator[Finding]:

@@ -192,7 +192,13 @@ def _same_bytes(left: ShardedSource, name: str, right: ShardedSource, source: st
     one, other = left.tensors[name].entry, right.tensors[source].entry
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    rows = max(1, PIECE_BYTES * one.shape[0] // max(1, one.nbytes)) if one.shape else 1
-    pieces = [(start, min(start + rows, one.shape[0])) for start in range(0, one.shape[0], rows)]
     return all(torch.equal(left.read_slice(name, 0, *piece).view(torch.uint8),
-                           right.read_slice(source, 0, *piece).view(torch.uint8)) for piece in pieces)
+                           right.read_slice(source, 0, *piece).view(torch.uint8)) for piece in row_pieces(one))
+
+
+def row_pieces(entry: TensorEntry) -> list[tuple[int, int]]:
+    """Ranges of a tensor's rows that take PIECE_BYTES at most, where a row does not take more; none of a scalar."""
+    if not entry.shape:
+        return []  # of which `carried-shape` tells
+    rows = max(1, PIECE_BYTES * entry.shape[0] // max(1, entry.nbytes))
+    return [(start, min(start + rows, entry.shape[0])) for start in range(0, entry.shape[0], rows)]

@@ -1,5 +1,6 @@
 """What the terminal says is what it was given: names and paths in brackets are no markup."""
 
+import json
 import os
 from collections.abc import Callable
 from io import StringIO
@@ -14,7 +15,8 @@ from keys35.report.live import live_progress
 from keys35.report.panel import write_panel_page
 from keys35.report.status import Status, show_status
 from keys35.report.terminal import quality_rows, show_validation
-from keys35.report.voice import Voice
+from keys35.report.voice import Mode, Voice
+from keys35.stages.contract import Finding
 
 NAME = "prose [raw] [/x]"
 
@@ -67,3 +69,11 @@ def test_a_model_without_mtp_has_no_acceptance() -> None:
     scored = {key: value for key, value in metrics(0.1).items() if key != "mtp"}
     for row in quality_rows({"allocation": scored, "random-0": scored, "random-1": scored}):
         assert row[-2:] == ["", ""] and "nan" not in " ".join(row)
+
+
+def test_a_result_as_json_has_what_is_public(capsys: pytest.CaptureFixture[str]) -> None:
+    """A finding's own helper stood among its keys."""
+    voice = Voice(Console(), Console(stderr=True))
+    voice.speak(Mode.JSON)
+    voice.result(Finding("shard-stray", "x is", ("x",)))
+    assert json.loads(capsys.readouterr().out).keys() == {"rule", "message", "names", "engines", "brief"}

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from keys35.errors import SourceError
 from keys35.files.atomic import sha256_file
+from keys35.files.source import ShardedSource
 from keys35.recipe import Recipe
 from keys35.stages.check import RULES, CheckReport, Engine, check
 from keys35.stages.engines import NAMES
@@ -492,6 +493,27 @@ def test_values_are_decoded_on_demand(rule: str, output: Output, tmp_path: Path)
     DEEP[rule](output)
     root = output.write(tmp_path / "out")
     assert check(root).ok and rules_of(check(root, deep=True)) == {rule}
+
+
+def test_large_carried_tensors_are_looked_at_in_pieces(
+    output: Output, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head of 1.9 GB took 8 GB at once: what is finite is asked in copies."""
+    read = ShardedSource.read
+
+    def small(self: ShardedSource, name: str, pinned: bool = False) -> torch.Tensor:
+        assert name != "lm_head.weight"
+        return read(self, name, pinned)
+
+    monkeypatch.setattr(ShardedSource, "read", small)
+    monkeypatch.setattr("keys35.stages.check_tensors.PIECE_BYTES", 1000)
+    for row in (0, 77, 255):
+        poke("lm_head.weight", row, float("inf"))(output)
+    put("model.norm.weight", torch.tensor(1.0, dtype=torch.bfloat16))(output)
+    report = check(output.write(tmp_path / "out"), deep=True)
+    assert rules_of(report) == {"value-finite", "carried-shape"}
+    width = output.tensors["lm_head.weight"].shape[1]
+    assert f"lm_head.weight has {3 * width} that are not" in report.findings[-1].message
 
 
 @pytest.mark.parametrize(("name", "rule"), [
