@@ -41,6 +41,19 @@ def human_seconds(seconds: float | None) -> str:
 
 def show_plan(console: Console, plan: "Plan") -> None:
     """Coverage, sizes per class and per rank, needs."""
+    console.print(_plan_table(plan))
+    for name, text in [*_needs(plan), *_time(plan), *_choices(plan)]:
+        console.print(f"[bold]{name:>15}[/bold]  {text}", highlight=False)
+    if plan.work_bytes + plan.output_bytes > plan.free_bytes:
+        console.print("[bold red]Not enough free space here for the work directory and the output.[/bold red]")
+    for refusal in plan.missing:
+        console.print(f"[bold red]`run` would refuse now:[/bold red] {escape(refusal)}", soft_wrap=True)
+    if plan.foregone:
+        console.print(f"[bold red]Known before anything is measured:[/bold red] {escape(plan.foregone)}",
+                      soft_wrap=True)
+
+
+def _plan_table(plan: "Plan") -> Table:
     table = Table(title=f"{escape(plan.source)}  with recipe  {plan.recipe}", title_justify="left")
     table.add_column("class", overflow="fold")  # the one that gives way where a terminal is narrow
     for name in ("tensors", "parameters", "source", "output", f"rank (TP {plan.tp})"):
@@ -52,48 +65,48 @@ def show_plan(console: Console, plan: "Plan") -> None:
     sums = (plan.source_bytes, plan.output_bytes, plan.rank_bytes)
     table.add_section()
     table.add_row("total", *(f"{n:,}" for n in total), *map(human_bytes, sums))
-    console.print(table)
-    lines = [
-        ("output", f"{plan.output_bytes / 1e9:,.3f} GB, {plan.output_bytes:,} bytes of tensors in {plan.shards} "
-                   f"shards: {_by_size(plan.shard_bytes)}"),
-        ("work directory", f"{human_bytes(plan.work_bytes)} ({human_bytes(plan.free_bytes)} free there): "
-                           + ", ".join(f"{name} {human_bytes(size)}" for name, size in plan.work_parts.items())),
-        ("host memory", f"about {human_bytes(plan.host_bytes)} of data at the peak"),
-        ("compute memory", f"about {human_bytes(plan.device_bytes)} while a layer or a group of experts is worked on; "
-                           f"a GPU with room for them keeps up to {human_bytes(plan.rows_bytes)} of rows besides"),
-        ("unified memory", f"about {human_bytes(plan.unified_bytes)} where host and device share one (a GB10 has "
-                           "119.2 GiB); what is read leaves the page cache"),
-        ("encoding", f"{plan.weights_to_encode / 1e9:,.3f} G weights over all widths; {plan.backend} here: "
-                     f"{plan.weights_per_second / 1e6:,.2f} Mweights/s in the trellis search alone, measured just now: "
-                     f"{human_seconds(plan.encode_seconds)}"),
-    ]
+    return table
+
+
+def _needs(plan: "Plan") -> Iterator[tuple[str, str]]:
+    """Lines about disk and memory, each with its name."""
+    yield "output", (f"{plan.output_bytes / 1e9:,.3f} GB, {plan.output_bytes:,} bytes of tensors in {plan.shards} "
+                     f"shards: {_by_size(plan.shard_bytes)}")
+    yield "work directory", (f"{human_bytes(plan.work_bytes)} ({human_bytes(plan.free_bytes)} free there): "
+                             + ", ".join(f"{name} {human_bytes(size)}" for name, size in plan.work_parts.items()))
+    yield "host memory", f"about {human_bytes(plan.host_bytes)} of data at the peak"
+    yield "compute memory", (f"about {human_bytes(plan.device_bytes)} while a layer or a group of experts is worked "
+                             f"on; a GPU with room for them keeps up to {human_bytes(plan.rows_bytes)} of rows besides")
+    yield "unified memory", (f"about {human_bytes(plan.unified_bytes)} where host and device share one (a GB10 has "
+                             "119.2 GiB); what is read leaves the page cache")
+
+
+def _time(plan: "Plan") -> Iterator[tuple[str, str]]:
+    """Lines about how long it takes."""
+    yield "encoding", (f"{plan.weights_to_encode / 1e9:,.3f} G weights over all widths; {plan.backend} here: "
+                       f"{plan.weights_per_second / 1e6:,.2f} Mweights/s in the trellis search alone, measured just "
+                       f"now: {human_seconds(plan.encode_seconds)}")
     if plan.measured:
         rate = plan.measured
-        lines.append(("GPU time",
-                      f"{plan.gpu_hours:,.2f} h on one {rate.device}, {plan.gpu_hours / 8:,.2f} h on eight, "
-                      f"encoding alone at {rate.weights_per_second / 1e6:,.1f} Mweights/s ({rate.file}, "
-                      f"{rate.date}); reading, forward passes and writing come on top"))
+        yield "GPU time", (f"{plan.gpu_hours:,.2f} h on one {rate.device}, {plan.gpu_hours / 8:,.2f} h on eight, "
+                           f"encoding alone at {rate.weights_per_second / 1e6:,.1f} Mweights/s ({rate.file}, "
+                           f"{rate.date}); reading, forward passes and writing come on top")
     if plan.projection:
-        lines.append(("whole job", plan.projection.text()))
+        yield "whole job", plan.projection.text()
     if plan.simulated_hours:
-        lines.append(("simulated", f"{plan.simulated_hours:,.1f} GPU-hours with experts.measure = \"predicted\", which "
-                                   "simulates what encodings cost and makes those that are chosen"))
-    lines.append(("profiles", "; ".join(
+        yield "simulated", (f"{plan.simulated_hours:,.1f} GPU-hours with experts.measure = \"predicted\", which "
+                            "simulates what encodings cost and makes those that are chosen")
+
+
+def _choices(plan: "Plan") -> Iterator[tuple[str, str]]:
+    """Lines about other checkpoints that could be made, and what is left out of this one."""
+    yield "profiles", "; ".join(
         f"{cost.name} {cost.output_bytes / 1e9:,.3f} GB at {float(cost.mean_bits):.4g} bits"
-        f"{' (this recipe)' if cost.name == plan.profile else ''}" for cost in plan.profiles)))
-    lines.append(("same size", f"experts at {plan.mean_bits:.4g} bits (this recipe); " + "; ".join(
-        f"{trade.mean:.4g} with dense {trade.dense}, MTP {trade.mtp}" for trade in plan.trades)))
+        f"{' (this recipe)' if cost.name == plan.profile else ''}" for cost in plan.profiles)
+    yield "same size", f"experts at {plan.mean_bits:.4g} bits (this recipe); " + "; ".join(
+        f"{trade.mean:.4g} with dense {trade.dense}, MTP {trade.mtp}" for trade in plan.trades)
     if plan.dropped:
-        lines.append(("left out", f"{len(plan.dropped)} unused indexer tensors of layers that share a selection"))
-    for name, text in lines:
-        console.print(f"[bold]{name:>15}[/bold]  {text}", highlight=False)
-    if plan.work_bytes + plan.output_bytes > plan.free_bytes:
-        console.print("[bold red]Not enough free space here for the work directory and the output.[/bold red]")
-    for refusal in plan.missing:
-        console.print(f"[bold red]`run` would refuse now:[/bold red] {escape(refusal)}", soft_wrap=True)
-    if plan.foregone:
-        console.print(f"[bold red]Known before anything is measured:[/bold red] {escape(plan.foregone)}",
-                      soft_wrap=True)
+        yield "left out", f"{len(plan.dropped)} unused indexer tensors of layers that share a selection"
 
 
 def _by_size(sizes: Sequence[int]) -> str:

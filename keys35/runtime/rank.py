@@ -107,20 +107,9 @@ def run_job(job: RankJob, ranks: Ranks, device: torch.device) -> dict[str, Any]:
     result: dict[str, Any] = {}
     rates: dict[str, float] = {}
     if job.panel and job.reference:
-        panel = Panel.load(Path(job.panel))
-        panel.check_vocabulary(config.vocab_size)
-        logits_dir = out / "logits" if job.save_logits else None
-        scores = score_panel(store.in_shares(), ranks, panel, Reference.open(Path(job.reference), panel), logits_dir)
-        result["metrics"] = scores
+        result["metrics"] = _scores(job, ranks, store)
     if job.prompt:
-        if max(job.prompt) >= config.vocab_size:
-            raise RankError(
-                f"the prompt has token {max(job.prompt)}, the model's vocabulary ends at {config.vocab_size - 1}; "
-                f"copy the source's tokenizer.json into {source.root}"
-            )
-        fast = device.type == "cuda" and dtype != torch.float32  # whole products, straight from the trellis
-        decoder = Decoder(store if fast else store.in_shares(), ranks)
-        result |= _reply(job, decoder, store, rates)
+        result |= _reply(job, _decoder(job, ranks, store), store, rates)
     if ranks.rank == 0:
         write_json(out / "result.json", result)
     report = {
@@ -138,6 +127,24 @@ def run_job(job: RankJob, ranks: Ranks, device: torch.device) -> dict[str, Any]:
         report["peak_gpu_bytes"] = torch.cuda.max_memory_allocated(device)
     write_json(out / f"rank-{ranks.rank}.json", report)
     return result
+
+
+def _scores(job: RankJob, ranks: Ranks, store: WeightStore) -> dict[str, Any] | None:
+    panel = Panel.load(Path(job.panel))
+    panel.check_vocabulary(store.config.vocab_size)
+    logits_dir = Path(job.out) / "logits" if job.save_logits else None
+    return score_panel(store.in_shares(), ranks, panel, Reference.open(Path(job.reference), panel), logits_dir)
+
+
+def _decoder(job: RankJob, ranks: Ranks, store: WeightStore) -> Decoder:
+    """The whole model in memory; raises RankError for a prompt with tokens that it does not have."""
+    if max(job.prompt) >= store.config.vocab_size:
+        raise RankError(
+            f"the prompt has token {max(job.prompt)}, the model's vocabulary ends at {store.config.vocab_size - 1}; "
+            f"copy the source's tokenizer.json into {store.source.root}"
+        )
+    fast = store.device.type == "cuda" and store.dtype != torch.float32  # whole products, straight from the trellis
+    return Decoder(store if fast else store.in_shares(), ranks)
 
 
 def _reply(job: RankJob, decoder: Decoder, store: WeightStore, rates: dict[str, float]) -> dict[str, Any]:
