@@ -15,7 +15,8 @@ def exact_allocation(costs: np.ndarray, widths: Sequence[float], mean_bits: Frac
 
     costs: (N, len(widths)) float64, any non-negative unit. Returns (N,) widths, int64, or float64 where half rates
     are among them. 19,200 experts take milliseconds where each next step up saves an expert less than the last, as
-    errors do, and seconds where that does not hold. Of equals the first experts get the bits. Raises BudgetError.
+    errors do, but for a few, and seconds where that does not hold for most, or widths are not a step apart. Of equals
+    the first experts get the bits, those first of whom that holds. Raises BudgetError.
     """
     count, extras, spare = _budget(costs, widths, mean_bits)
     picked = _step_by_step(costs, extras, spare)
@@ -27,38 +28,59 @@ def exact_allocation(costs: np.ndarray, widths: Sequence[float], mean_bits: Frac
 
 
 def _step_by_step(costs: np.ndarray, extras: Sequence[int], spare: int) -> np.ndarray | None:
-    """Columns (N,) that cost least, by taking the steps up that save most; None where that need not be the least.
+    """Columns (N,) that cost least, by taking the steps up that save most; None where widths are not a step apart.
 
-    It is where widths are a step apart and no step saves an expert more than the one before it: the steps taken are
-    then the best there are, and an expert's are its first.
+    Where no step saves an expert more than the one before it, the steps taken are the best there are, and an expert's
+    are its first. The others are a programme of their own, which says what they cost with any part of the budget.
     """
-    count, step = len(costs), extras[1] - extras[0] if len(extras) > 1 else 1
-    saved = costs[:, :-1] - costs[:, 1:]
-    if spare % step or set(np.diff(extras)) - {step} or (saved[:, 1:] > saved[:, :-1]).any():
+    step = extras[1] - extras[0] if len(extras) > 1 else 1
+    if spare % step or set(np.diff(extras)) - {step}:
         return None
-    order = np.lexsort((np.tile(np.arange(count), saved.shape[1]), -saved.T.ravel()))  # columns first: (step, expert)
-    return np.bincount(order[: spare // step] % count, minlength=count)
+    steps, saved = spare // step, costs[:, :-1] - costs[:, 1:]
+    odd = (saved[:, 1:] > saved[:, :-1]).any(axis=1)
+    falling, rest = np.flatnonzero(~odd), np.flatnonzero(odd)
+    offered = saved[falling].T.ravel()  # columns first: (step, expert)
+    order = np.lexsort((np.tile(np.arange(len(falling)), saved.shape[1]), -offered))
+    gained = np.concatenate([[0.0], np.cumsum(offered[order])])
+    most = min(steps, len(rest) * saved.shape[1])
+    paid, choice = _table(costs[rest], range(len(extras)), most) if len(rest) else (np.zeros(1), None)
+    least = max(0, steps - len(offered))  # what the others must take
+    given = least + int((paid[least:] - gained[steps - np.arange(least, most + 1)]).argmin())
+    picked = np.empty(len(costs), dtype=np.int64)
+    picked[falling] = np.bincount(order[: steps - given] % max(1, len(falling)), minlength=len(falling))
+    if choice is not None:
+        picked[rest] = _path(choice, range(len(extras)), given)
+    return picked
 
 
 def _programme(costs: np.ndarray, extras: Sequence[int], spare: int) -> np.ndarray | None:
-    """Columns (N,) that cost least, whatever the costs: a dynamic programme over the budget; None if there are none.
+    """Columns (N,) that cost least, whatever the costs: a dynamic programme over the budget; None if there are none."""
+    best, choice = _table(costs, extras, spare)
+    return _path(choice, extras, spare) if np.isfinite(best[spare]) else None
+
+
+def _table(costs: np.ndarray, extras: Sequence[int], spare: int) -> tuple[np.ndarray, np.ndarray]:
+    """The least cost with each part of a budget (spare + 1,), and each expert's column in it (N, spare + 1).
 
     O(N * budget) time, and a byte for each.
     """
-    count, best = len(costs), np.full(spare + 1, np.inf)
+    best = np.full(spare + 1, np.inf)
     best[0] = 0.0
-    choice = np.zeros((count, spare + 1), dtype=np.int8)
-    for row in range(count):
+    choice = np.zeros((len(costs), spare + 1), dtype=np.int8)
+    for row in range(len(costs)):
         options = np.full((len(extras), spare + 1), np.inf)
         for index, extra in enumerate(extras):
             if extra <= spare:
                 options[index, extra:] = best[: spare + 1 - extra] + costs[row, index]
         choice[row] = options.argmin(axis=0)
         best = options.min(axis=0)
-    if not np.isfinite(best[spare]):
-        return None
-    picked = np.empty(count, dtype=np.int64)
-    for row in range(count - 1, -1, -1):
+    return best, choice
+
+
+def _path(choice: np.ndarray, extras: Sequence[int], spare: int) -> np.ndarray:
+    """The columns (N,) by which a table comes to a part of the budget."""
+    picked = np.empty(len(choice), dtype=np.int64)
+    for row in range(len(choice) - 1, -1, -1):
         picked[row] = choice[row, spare]
         spare -= extras[picked[row]]
     return picked

@@ -71,6 +71,28 @@ def test_19200_experts_take_no_programme(monkeypatch):
     assert time.process_time() - begun < 1
 
 
+@pytest.mark.parametrize("widths", [(2, 3, 4), (2, 2.5, 3, 3.5, 4)])
+def test_a_few_experts_of_odd_errors_make_no_programme_of_all(widths):
+    """With half rates each solution took ten seconds and half a gigabyte, and fairness asks for a hundred of them."""
+    rng = np.random.default_rng(0)
+    costs = np.exp(rng.normal(size=(19200, 1))) * 4.0 ** -np.array(widths)
+    odd = rng.choice(19200, size=20, replace=False)
+    costs[odd] = -np.sort(-rng.random((20, len(widths))), axis=1) * costs[odd, :1]
+    begun = time.process_time()
+    chosen = exact_allocation(costs, widths, Fraction(11, 4))
+    assert time.process_time() - begun < 1
+    assert mean_width([chosen]) == Fraction(11, 4) and len(set(chosen[odd].tolist())) > 1
+    column = np.searchsorted(widths, chosen)
+    paid = costs[np.arange(19200), column].sum()
+    for one in odd:  # no odd expert may have another width, whoever gives or takes the bits for that
+        for other in range(len(widths)):
+            rest = np.delete(costs, one, axis=0)
+            left = Fraction(11, 4) * 19200 - Fraction(widths[other])
+            again = exact_allocation(rest, widths, left / 19199)
+            cost = rest[np.arange(19199), np.searchsorted(widths, again)].sum() + costs[one, other]
+            assert cost >= paid * (1 - 1e-12)
+
+
 def test_256_experts_at_2_75_stay_within_2_3_4():
     rng = np.random.default_rng(0)
     costs = np.exp(rng.normal(size=(256, 1))) * np.array([[0.0677, 0.0176, 0.0047]])
