@@ -37,14 +37,15 @@ class _Sums:
 
     def match(self, weight: Tensor, some: Callable[[Tensor], Tensor] = lambda whole: whole) -> Tensor:
         """q^T times what the outputs, or some of them, are to gain, (in, out)."""
-        found = self.cross @ some(weight)
+        with short_products(weight.device):
+            found = self.cross @ some(weight)
         return found if self.lost is None else found + some(self.lost)
 
 
 class PairedInputs:
     """Sums over the inputs of a linear for the same tokens: x of the source's prefix, q of the quantized one.
 
-    Kept in two halves of the tokens, so that each judges what was fitted on the other: q^T q and q^T (x - q), float32
+    Kept in two halves of the tokens, so that one judges what was fitted on the other: q^T q and q^T (x - q), float32
     (in, in), and q^T r, float32 (in, out), where the linear is to make up for r besides.
     """
 
@@ -78,7 +79,7 @@ class PairedInputs:
         """The weight (in, out) to encode: weight + share (q^T q + ridge)^-1 q^T ((x - q) weight + r).
 
         With it the output on q is nearest to the source's on x, and to what is missing beside it. Ridge and share are
-        those whose fit to half of the rows does best on the other half, in some of the outputs; the weight stays as it
+        those whose fit to one half of the rows does best on the other, in some of the outputs; the weight stays as it
         is where none does good, or with hardly any rows. What is missing is left alone where that would take another
         weight, as where states are far larger than anything that is added to them.
         """
@@ -99,12 +100,13 @@ class PairedInputs:
 
     @staticmethod
     def _judged(ridge: float, grams: Sequence[Tensor], matches: Sequence[Tensor]) -> Judged:
-        """By how much a ridge's fits lower the squared error on the other halves, at the best share; that and it."""
-        linear, square = 0.0, 0.0
-        for mine, other in ((0, 1), (1, 0)):
-            fit = ridge_fit(grams[mine], matches[mine], ridge)
-            linear += float((fit * matches[other]).sum(-1, dtype=torch.float64).sum())
-            square += float((fit * (grams[other] @ fit)).sum(-1, dtype=torch.float64).sum())
+        """By how much a ridge's fit to the first half lowers the squared error on the other, at the best share.
+
+        The same the other way round would tell no more, and is what a layer's solves take.
+        """
+        fit = ridge_fit(grams[0], matches[0], ridge)
+        linear = float((fit * matches[1]).sum(-1, dtype=torch.float64).sum())
+        square = float((fit * (grams[1] @ fit)).sum(-1, dtype=torch.float64).sum())
         share = min(1.0, linear / square) if square > 0 else 0.0
         return share * (2 * linear - share * square), share, ridge
 

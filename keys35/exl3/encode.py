@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import EncodeError
-from ..precision import whole_products
+from ..precision import short_products, whole_products
 from .hadamard import BLOCK
 from .hessian import HessianFactor, damped_metric, factor_hessian, usable_hessian
 from .ldlq import ldlq
@@ -240,7 +240,8 @@ def _finish(item: Prepared, states: Tensor, scales: Tensor, bits: float, rounds:
     trellis = pack(states, bits)
     su = split.su / scales.repeat_interleave(BLOCK)
     base = decode_weight(trellis, torch.ones_like(split.su), torch.ones_like(split.sv))
-    suh, svh, error = refit(item.target, base, *to_half(su, split.sv, split.exponent), rounds)
+    with short_products(base.device):  # fp16 scales and an error to three digits ask for no more
+        suh, svh, error = refit(item.target, base, *to_half(su, split.sv, split.exponent), rounds)
     return EncodedLinear(
         trellis=trellis.to(item.home),
         suh=suh.to(item.home),

@@ -1,7 +1,8 @@
 """Block LDLQ: round sixteen rows at a time and hand their error to the rows still to come (format notes 2.7).
 
 Matrices of one shape advance together, one Viterbi call a step for all of them. Products are made matrix by
-matrix: a batched one may round differently for another batch size, and bytes must not depend on the company.
+matrix: a batched one may round differently for another batch size, and bytes must not depend on the company. They are
+short ones: an error that is handed on is far larger than what they round off.
 """
 
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..precision import short_products
 from .codebook import codebook_table
 from .hadamard import BLOCK
 from .scale import tile_scale
@@ -54,6 +56,7 @@ def _feed_back(
 ) -> None:
     if sink.start == sink.stop:
         return
-    for b, feedback in enumerate(feedbacks):
-        if feedback is not None:
-            target[b, sink].addmm_(feedback[source, sink].T, errors[b, source])
+    with short_products(target.device):
+        for b, feedback in enumerate(feedbacks):
+            if feedback is not None:
+                target[b, sink].addmm_(feedback[source, sink].T, errors[b, source])

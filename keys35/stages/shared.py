@@ -3,6 +3,8 @@
 Every token passes it, so it makes up for what the whole layer leaves its state lacking, as far as its inputs tell.
 """
 
+from concurrent.futures import ThreadPoolExecutor
+
 from torch import Tensor
 
 from keys35.calibration.correction import PairedInputs
@@ -17,6 +19,7 @@ from keys35.stages.candidates import MixStore
 from keys35.stages.capture import layer_weights
 from keys35.stages.dense import decoded_matrix, dense_weight, save_dense
 from keys35.stages.job import Job
+from keys35.stages.room import states_home
 from keys35.stages.spans import Spans
 from keys35.stages.states import States
 from keys35.stages.streams import (
@@ -45,9 +48,13 @@ def finish_layer(
     layer.
     """
     attended = handed.attended.pop(layer, None) or states_attended(job, layer, windows, allocation)
-    source = through(job, layer, attended.pop(SOURCE), SOURCE, layer_weights(job, job.store, layer), behind_mlp)
     last, done = encoded_last(job, layer), job.work.receipt(shared_unit(layer)) is not None
-    lossy = MixStore(job, allocation, final=True, first=not done).layer(layer)
+    read = MixStore(job, allocation, final=True, first=not done).layer
+    with ThreadPoolExecutor(1, "encoded layer") as beside:
+        roomy = states_home(job).type == "cuda"  # which has the memory for both, too
+        coming = beside.submit(read, layer) if roomy else None  # while the source's is read and passed
+        source = through(job, layer, attended.pop(SOURCE), SOURCE, layer_weights(job, job.store, layer), behind_mlp)
+        lossy = coming.result() if coming else read(layer)
     if last and not done:
         matrix = _encode_down(job, last, source, attended[QUANTIZED], lossy)
         lossy = Overlay(lossy, {SHARED_DOWN: matrix})
