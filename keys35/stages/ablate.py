@@ -71,6 +71,10 @@ class Variant:
     base: dict[str, Any] = field(default_factory=dict)
     shipped: bool = False
 
+    def of(self, recipe: Recipe) -> Recipe:
+        """The recipe so changed; raises RecipeError as `vary` does."""
+        return vary(vary(recipe, self.base), self.changes)
+
 
 def load_variants(path: Path | None, only: Sequence[str] = ()) -> list[Variant]:
     """The variants of a TOML file, the shipped ones by default; raises RecipeError for a bad entry or unknown name."""
@@ -175,7 +179,7 @@ def _possible(
 
 def _changed(base: Recipe, variant: Variant, source: ShardedSource, config: GlmConfig) -> Recipe:
     """A variant's recipe; raises what a job of it would be refused for."""
-    varied, mixes = vary(vary(base, variant.base), variant.changes), {"random_mixes": base.panel.random_mixes}
+    varied, mixes = variant.of(base), {"random_mixes": base.panel.random_mixes}
     if varied.panel.model_copy(update=mixes) != base.panel:
         raise RecipeError("all are judged on the recipe's own panel, whose random_mixes alone may differ")
     changed, base = (within_size(recipe, source, config) for recipe in (varied, base))

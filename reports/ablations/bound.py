@@ -20,7 +20,7 @@ from keys35.allocation import exact_allocation
 from keys35.progress import Progress
 from keys35.recipe import load_recipe
 from keys35.runtime.reference import make_reference
-from keys35.stages.ablate import _encoding, _folder, _scored, load_variants, vary
+from keys35.stages.ablate import _encoding, _folder, _scored, load_variants
 from keys35.stages.costs import read_measured
 from keys35.stages.job import open_job
 from keys35.stages.validate import held_out_panel
@@ -64,7 +64,7 @@ def bound(sizes: Sequence[int], kl: Mapping[str, Sequence[float]], costs: Sequen
 def main() -> None:
     root, model, recipe, out = sys.argv[1:]
     base, variant = load_recipe(recipe), load_variants(None)[0]
-    changed = vary(base, variant.changes)
+    changed = variant.of(base)
     with open_job(Path(model), _encoding(changed, base), Path(root) / _folder(changed, base)) as job:
         panel = held_out_panel(job.source.root, job.config, base)
         judge = panel, make_reference(job.store, panel, Path(root) / "reference")

@@ -19,7 +19,7 @@ from keys35.allocation import neighbours, random_mix
 from keys35.progress import Progress
 from keys35.recipe import load_recipe
 from keys35.runtime.reference import make_reference
-from keys35.stages.ablate import _encoding, _folder, _scored, load_variants, vary
+from keys35.stages.ablate import _encoding, _folder, _scored, load_variants
 from keys35.stages.choice import DRAWS, RANDOM, _paid, typical, widths_on
 from keys35.stages.costs import Measured, read_measured
 from keys35.stages.job import Job, open_job
@@ -86,7 +86,7 @@ def main() -> None:
     root, model, recipe, out, *names = sys.argv[1:]
     base, found = load_recipe(recipe), {}
     for variant in load_variants(None, names):
-        changed = vary(base, variant.changes)
+        changed = variant.of(base)
         with open_job(Path(model), _encoding(changed, base), Path(root) / _folder(changed, base)) as job:
             panel = held_out_panel(job.source.root, job.config, base)
             judge = panel, make_reference(job.store, panel, Path(root) / f"reference-{panel.fingerprint[:8]}")

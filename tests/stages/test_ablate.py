@@ -20,7 +20,7 @@ DEFAULT = Variant("A", "default", {}, ())
 
 def test_every_shipped_variant_is_a_legal_recipe():
     for name in ("demo", "glm-5.3-2.75bpw"):
-        recipes = {v.name: vary(vary(load_recipe(name), v.base), v.changes) for v in load_variants(None)}
+        recipes = {v.name: v.of(load_recipe(name)) for v in load_variants(None)}
         assert len(recipes) == len(load_variants(None)) > 20
         behind = [name for name, recipe in recipes.items() if recipe.encoder.prefix == "quantized"]
         assert behind == ["quantized, every linear corrected (default)"], "others compare sets as they are measured"
