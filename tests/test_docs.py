@@ -18,7 +18,6 @@ from keys35.cli import app
 from keys35.glm.config import GlmConfig
 from keys35.glm.names import census
 from keys35.recipe import Recipe, load_recipe
-from keys35.stages.ablate import vary
 from keys35.stages.contract import RULES
 from keys35.stages.engines import PROOF
 from keys35.stages.needs import (
@@ -33,6 +32,7 @@ from keys35.stages.needs import (
 from keys35.stages.profile import profile_costs
 from keys35.stages.projection import projected
 from keys35.stages.sizes import class_sizes
+from keys35.stages.variants import vary
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

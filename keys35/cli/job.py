@@ -182,8 +182,8 @@ def ablate(
     from keys35.files.atomic import write_bytes, write_json
     from keys35.recipe import load_recipe
     from keys35.stages.ablate import ablate as run_ablate
-    from keys35.stages.ablate import load_variants
     from keys35.stages.ablation_table import table as as_table
+    from keys35.stages.variants import load_variants
 
     if table and table.suffix == ".json":
         raise typer.BadParameter(f"--table {table} is Markdown, and JSON of that name goes beside it: give a .md file")

@@ -6,15 +6,12 @@ variant resumes, so several processes may work on different ones and a last one 
 
 import hashlib
 import json
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from importlib.resources import files
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import ValidationError
 
 from keys35 import __version__
 from keys35.allocation import bit_counts, mean_width, plain_width, whole_model
@@ -27,7 +24,7 @@ from keys35.files.source import ShardedSource
 from keys35.glm.config import GlmConfig
 from keys35.glm.names import census
 from keys35.progress import Progress
-from keys35.recipe import Recipe, dotted
+from keys35.recipe import Recipe
 from keys35.report.machine import machine
 from keys35.report.measured import making
 from keys35.runtime.panel import Panel
@@ -46,88 +43,12 @@ from keys35.stages.profile import profile_rules
 from keys35.stages.quantize import quantize
 from keys35.stages.sizes import class_sizes
 from keys35.stages.validate import held_out_panel
+from keys35.stages.variants import ALLOCATION, UNSEEN, Variant, kind
 
 ALLOCATED_LATER = ("bits", "scope", "fairness", "fallback")  # keys of [experts] that no encoding depends on
-SHIPPED = "ablations.toml"
-UNSEEN, FOLDER = "unseen", "ablate"
-ALLOCATION = "allocation"
-SETS = frozenset({ALLOCATION, "random", "equal-per-layer", "error-only", "uniform", "per-expert", "by-energy",
-                  EXPERTS, UNSEEN})
+FOLDER = "ablate"
 
 MADE_BY = {"type": "object", "required": ["group", "name", "recipe_sha256"]}
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A named change of a recipe; `changes` maps dotted keys to values, `sets` names what is scored (all if empty;
-    "allocation" is among them; "experts": widths by experts' costs even where the recipe falls back; "unseen": see
-    `ablation_facts.unseen`). `base`: changes that all of a list have, unless one says otherwise. shipped: one of ours,
-    which is left out where a recipe cannot have it."""
-
-    group: str
-    name: str
-    changes: dict[str, Any]
-    sets: tuple[str, ...]
-    base: dict[str, Any] = field(default_factory=dict)
-    shipped: bool = False
-
-    def of(self, recipe: Recipe) -> Recipe:
-        """The recipe so changed; raises RecipeError as `vary` does."""
-        return vary(vary(recipe, self.base), self.changes)
-
-
-def load_variants(path: Path | None, only: Sequence[str] = ()) -> list[Variant]:
-    """The variants of a TOML file, the shipped ones by default; raises RecipeError for a bad entry or unknown name."""
-    source = path or Path(str(files("keys35"))) / SHIPPED
-    try:
-        raw = tomllib.loads(source.read_text(encoding="utf-8-sig"))  # some editors leave a mark
-        if not isinstance(base := raw.get("base", {}), dict):
-            raise TypeError("base is a table of changes")
-        found = [replace(_variant(entry), base=base, shipped=path is None) for entry in raw["variant"]]
-        if len({(v.group, v.name) for v in found}) < len(found):
-            raise ValueError("two variants of one group have one name, and would share a row")
-    except (OSError, ValueError, KeyError, TypeError) as error:  # TOML's and UTF-8's are ValueErrors
-        why = f"{type(error).__name__}: {error}"
-        raise RecipeError(f"{source}: not a list of [[variant]] with group, name and set: {why}") from None
-    unknown = sorted(set(only) - {v.name for v in found} - {v.group for v in found})
-    if unknown:
-        raise RecipeError(f"{source} has no variant {', '.join(unknown)}: it has {', '.join(v.name for v in found)}")
-    return [v for v in found if not only or {v.name, v.group} & set(only)]
-
-
-def _variant(entry: Any) -> Variant:
-    if not isinstance(entry, dict):
-        raise TypeError(entry)
-    if unknown := set(entry) - {"group", "name", "set", "sets"}:
-        raise ValueError(f"{entry}: unknown key {', '.join(sorted(unknown))}")
-    changes, sets = entry.get("set", {}), entry.get("sets", [])
-    words = [entry["group"], entry["name"], *(sets if isinstance(sets, list) else [None])]
-    if not isinstance(changes, dict) or not all(isinstance(word, str) for word in words):
-        raise TypeError(f"{entry}: group and name are texts, set is a table, sets a list of texts")
-    if sets and ALLOCATION not in sets or not {_plain(name) for name in sets} <= SETS:
-        raise ValueError(f"{entry}: sets may be {', '.join(sorted(SETS))}, and must be allocation, too")
-    return Variant(entry["group"], entry["name"], changes, tuple(sets))
-
-
-def vary(recipe: Recipe, changes: dict[str, Any]) -> Recipe:
-    """The recipe with dotted keys changed; raises RecipeError for a key or value that recipes do not have.
-
-    TOML makes tables of dotted keys without quotes: those change the keys they name and no others, too.
-    """
-    values = recipe.model_dump()
-    for key, value in dotted(changes):
-        *sections, leaf = key.split(".")
-        part = values
-        for section in sections:
-            if not isinstance(part.get(section), dict):
-                part[section] = {}  # which the recipe refuses by name
-            part = part[section]
-        part[leaf] = value
-    try:
-        return Recipe.model_validate(values)
-    except ValidationError as error:
-        place, words = (error.errors()[0][key] for key in ("loc", "msg"))
-        raise RecipeError(f"{changes}: {'.'.join(map(str, place))}: {words.removeprefix('Value error, ')}") from None
 
 
 def ablate(
@@ -183,7 +104,7 @@ def _changed(base: Recipe, variant: Variant, source: ShardedSource, config: GlmC
     if varied.panel.model_copy(update=mixes) != base.panel:
         raise RecipeError("all are judged on the recipe's own panel, whose random_mixes alone may differ")
     changed, base = (within_size(recipe, source, config) for recipe in (varied, base))
-    for recipe in (changed, _encoding(changed, base)):
+    for recipe in (changed, encoded_as(changed, base)):
         refuse_impossible(profile_rules(census(config), recipe.output.profile).values(), config, recipe)
     return changed
 
@@ -198,14 +119,14 @@ def _made_of(source: str, variant: Variant, changed: Recipe) -> dict[str, Any]:
 def _score(
     source: Path, recipe: Recipe, changed: Recipe, variant: Variant, root: Path, progress: Progress
 ) -> dict[str, Any]:
-    with open_job(source, _encoding(changed, recipe), root / _folder(changed, recipe)) as job:
+    with open_job(source, encoded_as(changed, recipe), root / work_folder(changed, recipe)) as job:
         panel = held_out_panel(job.source.root, job.config, recipe)  # the base's: a variant's seed picks other windows
         with held(root / "reference", wait=True):  # one that begins to make it removes what another has made of it
             reference = make_reference(job.store, panel, root / "reference")
         return _row(replace(job, recipe=changed), job, variant, (panel, reference), progress)
 
 
-def _encoding(changed: Recipe, base: Recipe) -> Recipe:
+def encoded_as(changed: Recipe, base: Recipe) -> Recipe:
     """The recipe that a variant's work directory belongs to: all that encodes, with the base's allocation.
 
     Behind a quantized prefix the allocation shapes every encoding, and with predicted costs it says which there are, so
@@ -221,8 +142,8 @@ def _encoding(changed: Recipe, base: Recipe) -> Recipe:
     return changed.model_copy(update={"experts": changed.experts.model_copy(update=kept)})
 
 
-def _folder(changed: Recipe, base: Recipe) -> str:
-    values = json.dumps(_encoding(changed, base).guarded(), sort_keys=True)
+def work_folder(changed: Recipe, base: Recipe) -> str:
+    values = json.dumps(encoded_as(changed, base).guarded(), sort_keys=True)
     return f"encode-{_short_digest(values)}"
 
 
@@ -236,7 +157,7 @@ def _row(
     measured = read_measured(job)
     choice = choose(job, measured)
     sets = _wanted(job, measured, choice, variant)
-    scored = _scored(job, sets, judge, progress)
+    scored = score_each(job, sets, judge, progress)
     sizes = {name: tensor.entry.nbytes for name, tensor in job.source.tensors.items()}
     weighs = job.recipe.experts.measure == "encoded" and (not variant.sets or UNSEEN in variant.sets)
     reference = judge[1].facts
@@ -263,16 +184,11 @@ def _wanted(job: Job, measured: Measured, choice: Choice, variant: Variant) -> d
         sets[EXPERTS] = widths_on(job, measured, EXPERTS)[0]
     sets["by-energy"] = whole_model(measured.costs_by_energy(), experts.widths, experts.budget)
     asked = variant.sets or tuple(sets)
-    return {name: widths for name, widths in sets.items() if (name in asked or _plain(name) in asked)
+    return {name: widths for name, widths in sets.items() if (name in asked or kind(name) in asked)
             and (name == ALLOCATION or experts.measure == "encoded" or are_held(job, _by_layer(job, widths)))}
 
 
-def _plain(name: str) -> str:
-    """What kind of set a numbered one is."""
-    return name.rstrip("0123456789").rstrip("-")
-
-
-def _scored(
+def score_each(
     job: Job, sets: Mapping[str, Sequence[Any]], judge: tuple[Panel, Reference], progress: Progress
 ) -> dict[str, dict[str, Any]]:
     """Metrics of each set. Receipts are named by the widths: those that several variants share are scored once.

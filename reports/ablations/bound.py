@@ -20,10 +20,11 @@ from keys35.allocation import exact_allocation
 from keys35.progress import Progress
 from keys35.recipe import load_recipe
 from keys35.runtime.reference import make_reference
-from keys35.stages.ablate import _encoding, _folder, _scored, load_variants
+from keys35.stages.ablate import encoded_as, score_each, work_folder
 from keys35.stages.costs import read_measured
 from keys35.stages.job import open_job
 from keys35.stages.validate import held_out_panel
+from keys35.stages.variants import load_variants
 
 WIDTHS, MEANS = (2, 3, 4), ("9/4", "5/2", "11/4")
 
@@ -65,13 +66,13 @@ def main() -> None:
     root, model, recipe, out = sys.argv[1:]
     base, variant = load_recipe(recipe), load_variants(None)[0]
     changed = variant.of(base)
-    with open_job(Path(model), _encoding(changed, base), Path(root) / _folder(changed, base)) as job:
+    with open_job(Path(model), encoded_as(changed, base), Path(root) / work_folder(changed, base)) as job:
         panel = held_out_panel(job.source.root, job.config, base)
         judge = panel, make_reference(job.store, panel, Path(root) / "reference")
         job = replace(job, recipe=changed)
         measured = read_measured(job)
         sizes = [len(layer) for layer in measured.error]
-        scored = _scored(job, alone(sizes), judge, Progress())
+        scored = score_each(job, alone(sizes), judge, Progress())
     domains = list(scored["3"]["domains"])
     kl = {name: [found["kl"], *(found["domains"][domain]["kl"] for domain in domains)]
           for name, found in scored.items()}

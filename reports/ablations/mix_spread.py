@@ -19,11 +19,12 @@ from keys35.allocation import neighbours, random_mix
 from keys35.progress import Progress
 from keys35.recipe import load_recipe
 from keys35.runtime.reference import make_reference
-from keys35.stages.ablate import _encoding, _folder, _scored, load_variants
+from keys35.stages.ablate import encoded_as, score_each, work_folder
 from keys35.stages.choice import DRAWS, RANDOM, _paid, typical, widths_on
 from keys35.stages.costs import Measured, read_measured
 from keys35.stages.job import Job, open_job
 from keys35.stages.validate import held_out_panel
+from keys35.stages.variants import load_variants
 
 SEEDS, DIRECT = range(200), 8
 Widths = list[np.ndarray]
@@ -60,7 +61,7 @@ def spread(job: Job, judge: tuple) -> dict:
     ways, (low, high) = ways_of(job, measured), neighbours(job.recipe.experts.budget)
     sets = dict(alone([len(layer) for layer in measured.error], low, high))
     sets |= {f"{way} {seed}": draw(seed) for way, draw in ways.items() for seed in SEEDS[:DIRECT]}
-    metrics = _scored(job, sets, judge, Progress())
+    metrics = score_each(job, sets, judge, Progress())
     domains = list(metrics["alone -1"]["domains"])
     kl = {name: np.array([scored["domains"][domain]["kl"] for domain in domains]) for name, scored in metrics.items()}
     base = kl["alone -1"]
@@ -87,7 +88,7 @@ def main() -> None:
     base, found = load_recipe(recipe), {}
     for variant in load_variants(None, names):
         changed = variant.of(base)
-        with open_job(Path(model), _encoding(changed, base), Path(root) / _folder(changed, base)) as job:
+        with open_job(Path(model), encoded_as(changed, base), Path(root) / work_folder(changed, base)) as job:
             panel = held_out_panel(job.source.root, job.config, base)
             judge = panel, make_reference(job.store, panel, Path(root) / f"reference-{panel.fingerprint[:8]}")
             found[variant.name] = spread(replace(job, recipe=changed), judge)

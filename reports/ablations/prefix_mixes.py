@@ -19,13 +19,13 @@ from keys35.runtime.panel import Panel
 from keys35.runtime.ranks import Ranks
 from keys35.runtime.reference import Reference, make_reference
 from keys35.runtime.score import score_panel
-from keys35.stages.ablate import vary
 from keys35.stages.allocate import ALLOCATION, allocate, allocation_sets, load_allocation
 from keys35.stages.candidates import MixStore
 from keys35.stages.job import Job, open_job
 from keys35.stages.measure import measure
 from keys35.stages.quantize_in_order import quantize_in_order
 from keys35.stages.validate import held_out_panel
+from keys35.stages.variants import vary
 from keys35.stages.workers import Workers
 
 OURS = "allocation"

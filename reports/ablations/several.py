@@ -16,9 +16,10 @@ from keys35.calibration.text import load_text_set
 from keys35.progress import Progress
 from keys35.recipe import Recipe, load_recipe
 from keys35.runtime.reference import make_reference
-from keys35.stages.ablate import Variant, _folder, ablate, load_variants
+from keys35.stages.ablate import ablate, work_folder
 from keys35.stages.job import open_job
 from keys35.stages.validate import held_out_panel
+from keys35.stages.variants import Variant, load_variants
 
 Task = tuple[str, str, Path, list[Variant]]
 
@@ -47,7 +48,7 @@ def tasks_of(model: str, recipe: str, root: Path, lists: list[Path | None]) -> l
     base, groups = load_recipe(recipe), {}
     for variant in (variant for path in lists for variant in load_variants(path)):
         if set(variant.of(base).calibration.domains) <= _domains(base):
-            groups.setdefault(_folder(variant.of(base), base), []).append(variant)
+            groups.setdefault(work_folder(variant.of(base), base), []).append(variant)
     return [(model, recipe, root, variants) for variants in groups.values()]
 
 
