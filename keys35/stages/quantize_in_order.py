@@ -1,6 +1,7 @@
 """Quantize behind the quantized prefix: layer after layer, everything at its final width, whatever was measured."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 from keys35.engine.here import Here
@@ -30,16 +31,19 @@ def quantize_in_order(
 
     allocation: layer -> width of each expert, in a work directory of its own; without it the one that was allocated.
     """
-
-    def finished(place: int) -> None:
-        for path in rows_files(job, place // APART).values():
-            path.unlink(missing_ok=True)
-
+    dropped: list[Future[None]] = []
     shelf = Shelf(job)
-    with open_workers(job, workers, shelf) as pool:
+    with ThreadPoolExecutor(1, "dropping") as beside, open_workers(job, workers, shelf) as pool:
+
+        def finished(place: int) -> None:  # tens of gigabytes, for which a layer would wait for seconds
+            dropped.extend(beside.submit(path.unlink, missing_ok=True)
+                           for path in rows_files(job, place // APART).values())
+
         mine = shelf if isinstance(pool, Here) else None
         steps = list(_steps(job, mine, allocation or load_allocation(job)))
         carry_out(job, "quantize", steps, pool, progress, finished, sum(prefix_bytes(job.config, job.recipe)))
+    for done in dropped:
+        done.result()
     for layer in job.config.layers:
         forget_attended(job, layer)
     for layer in job.config.mtp_layers:
