@@ -15,8 +15,12 @@ class Here:
     def __init__(self, work: Work, begun: Callable[[Task, str], None]) -> None:
         self._work, self._begun = work, begun
         self._ended: list[str] = []
-        self._seconds = 0.0
-        self._done = 0
+        self._unit: str | None = None
+        self._since, self._seconds, self._done = time.time(), 0.0, 0
+
+    def begin(self, unit: str | None) -> None:
+        """What this process does from now on, for `workers`; None: nothing."""
+        self._unit, self._since = unit, time.time()
 
     def submit(self, task: Task) -> None:
         """Do a task now."""
@@ -34,4 +38,4 @@ class Here:
 
     def workers(self) -> tuple[WorkerState, ...]:
         """This process."""
-        return (WorkerState(where(), None, time.time(), self._done, self._seconds, 0),)
+        return (WorkerState(where(), self._unit, self._since, self._done, self._seconds, 0),)

@@ -21,7 +21,7 @@ def live_progress(
         yield Progress(work, show)
         return
     if not console.is_terminal:
-        yield Progress(work, lambda tick: _print_line(console, tick))
+        yield Progress(work, _lines(console))
         return
     columns = (TextColumn("[bold]{task.description:>10}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Bars(*columns, TextColumn("{task.fields[left]}  {task.fields[note]}", markup=False), console=console) as bars:
@@ -36,8 +36,16 @@ def live_progress(
         yield Progress(work, draw)
 
 
-def _print_line(console: Console, tick: Tick) -> None:
-    left = human_seconds(tick.seconds_left) if tick.done < tick.total else "done"
-    if tick.done:
-        line = f"{tick.stage:>10} {tick.done}/{tick.total}  {tick.note}  ({left})"
-        console.print(line, highlight=False, markup=False)
+def _lines(console: Console) -> Callable[[Tick], None]:
+    """A line for each unit that ended, and none for the signs of life between them."""
+    shown = ("", 0)
+
+    def show(tick: Tick) -> None:
+        nonlocal shown
+        if tick.done and (tick.stage, tick.done) != shown:
+            shown = tick.stage, tick.done
+            left = human_seconds(tick.seconds_left) if tick.done < tick.total else "done"
+            console.print(f"{tick.stage:>10} {tick.done}/{tick.total}  {tick.note}  ({left})", highlight=False,
+                          markup=False)
+
+    return show

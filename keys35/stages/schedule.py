@@ -1,7 +1,8 @@
 """A stage as steps in order: the driver's own, and tasks for the workers; kept ones are counted and left alone."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 from keys35.engine.here import Here
@@ -99,7 +100,8 @@ class _Run:
         self.conclude()
         _watch(self.job, step)
         self.job.work.log(BEGUN, unit=step.note, worker=where())
-        conclude = work()
+        with self._shown(step.note):
+            conclude = work()
         release()
         if conclude is None:
             self.end(step)
@@ -120,7 +122,8 @@ class _Run:
             self._collect(None)
         _watch(self.job, step)
         self._pending[task.unit] = step
-        self.pool.submit(task)
+        with self._shown(task.unit):
+            self.pool.submit(task)
         self.conclude()
         self._collect(0)
 
@@ -145,6 +148,16 @@ class _Run:
             self.end(step)
         if not ended and timeout is None:
             self.meter.beat(self._workers())
+
+    @contextmanager
+    def _shown(self, unit: str) -> Iterator[None]:
+        """A unit that this process is about to do is in the heartbeat before it begins: it may take minutes."""
+        if isinstance(self.pool, Here):
+            self.pool.begin(unit)
+            self.meter.beat(self._workers())
+        yield
+        if isinstance(self.pool, Here):
+            self.pool.begin(None)
 
     def _workers(self) -> list[dict[str, object]]:
         return [asdict(worker) for worker in self.pool.workers()]

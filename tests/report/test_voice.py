@@ -59,6 +59,20 @@ def test_a_checkpoint_of_any_name_has_a_panel_page(tmp_path: Path) -> None:
     assert "<h1>\\udce9tude</h1>" in page.read_text(encoding="utf-8")
 
 
+def test_where_nobody_watches_each_unit_is_one_line() -> None:
+    """Every sign of life between two units, one in five seconds, printed the last line again."""
+    console = Console(file=StringIO(), width=80)
+    with live_progress(console, None) as shown:
+        for stage in ("measure", "quantize"):
+            meter = shown.meter(stage, 2)
+            for unit in ("a", "b"):
+                meter.count(unit)
+                meter.beat()
+    lines = console.file.getvalue().splitlines()
+    assert [line.split()[:3] for line in lines] == [
+        [stage, f"{done}/2", unit] for stage in ("measure", "quantize") for done, unit in ((1, "a"), (2, "b"))]
+
+
 def test_a_good_end_is_one_line() -> None:
     console = Console(file=StringIO(), width=40)
     say(console)

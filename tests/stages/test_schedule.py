@@ -1,5 +1,6 @@
 """Steps in order: a driver's step whose files are still being written is concluded in time, whatever happens."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,7 +9,7 @@ import pytest
 from keys35.engine.here import Here
 from keys35.engine.task import Task
 from keys35.files.ledger import Workdir
-from keys35.progress import Progress
+from keys35.progress import HEARTBEAT, Progress
 from keys35.stages.schedule import Step, carry_out
 
 
@@ -47,3 +48,17 @@ def test_another_process_begins_when_the_files_are_there(tmp_path, monkeypatch: 
 
 def test_a_task_that_fails_does_not_lose_the_step_before(tmp_path) -> None:
     assert carried(tmp_path / "fails", fails=True) == ["pass 0", "a", "pass 0 saved"]
+
+
+def test_the_heartbeat_says_what_this_process_is_at(tmp_path) -> None:
+    """It said "waiting" for as long as any unit took, and gave no sign of life before a unit's end."""
+    work, seen = Workdir.open(tmp_path, {}), []
+
+    def look(_: object = None) -> None:
+        beat = json.loads(work.path(HEARTBEAT).read_text())
+        seen.append((beat["done"], beat["workers"][0]["unit"], beat["workers"][0]["done"]))
+
+    steps = [Step("pass 0", 0, False, look), Step("expert a", 0, False, Task("a")), Step("pass 1", 2, False, look)]
+    carry_out(SimpleNamespace(work=work), "stage", steps, Here(look, lambda *_: None), Progress(work))
+    look()
+    assert seen == [(0, "pass 0", 0), (1, "a", 0), (2, "pass 1", 1), (3, None, 1)]
