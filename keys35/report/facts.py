@@ -145,13 +145,17 @@ def _shaping(recipe: dict[str, Any]) -> dict[str, Any]:
 
 
 def facts_of_work(root: Path) -> Facts:
-    """Read a work directory, finished or not, and its checkpoint if that exists; raises ResumeError without a job."""
+    """Read a work directory, finished or not, and its checkpoint if that exists; raises ResumeError without a job.
+
+    A folder that holds another job's checkpoint by now has none of it.
+    """
     work = Workdir.open(root, None)
     found, made = measurements(work), making(work)
     out = finished_checkpoint(work)
     if out is not None and (out / REPORT).is_file():
         base = facts_of_checkpoint(out)
-        return replace(base, measured=found, making=made)
+        if not of_another_job(base.report, work):
+            return replace(base, measured=found, making=made)
     widths = {int(layer): row["chosen"] for layer, row in found["layers"].items() if "chosen" in row}
     return Facts(work.job["recipe"]["name"], measured=found, making=made, widths=widths)
 

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from keys35.cli import app
 from keys35.errors import ContractError
 from keys35.progress import Progress
+from keys35.report.facts import REPORT
 from keys35.stages.job import open_job
 from keys35.stages.measure import measure
 
@@ -32,6 +33,22 @@ def test_a_work_directory(finished, tmp_path):
     before = digest(finished.out)
     assert report(work).exit_code == 0
     assert (work / "report.html").is_file() and digest(finished.out) == before
+
+
+def test_a_work_directory_whose_output_was_another_jobs_later(finished, tmp_path):
+    """Its page had the other's name, widths and quality over its own measurements."""
+    out, work = shutil.copytree(finished.out, tmp_path / "out"), shutil.copytree(finished.work, tmp_path / "work")
+    for receipt in (work / "receipts/assemble").glob("*.json"):
+        stored = json.loads(receipt.read_text())
+        stored["data"]["out"] = str(out)
+        receipt.write_text(json.dumps(stored))
+    assert report(work).exit_code == 0 and "Provenance" in (work / "report.html").read_text()
+    stored = json.loads((out / REPORT).read_text())
+    stored["recipe"] |= {"name": "another", "seed": 99}
+    (out / REPORT).write_text(json.dumps(stored))
+    done, page = report(work), (work / "report.html")
+    assert done.exit_code == 0, done.output
+    assert "another" not in page.read_text() and "Provenance" not in page.read_text()
 
 
 def test_a_work_directory_of_an_earlier_version(finished, tmp_path):
