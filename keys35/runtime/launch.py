@@ -15,6 +15,7 @@ from keys35.runtime.group import RankGroup
 from keys35.runtime.panel import Panel
 from keys35.runtime.rank import RankJob, checkpoint_of, choose_device, run_job
 from keys35.runtime.ranks import Ranks
+from keys35.runtime.readable import require_readable
 
 _AGAIN = "run the panel again"
 
@@ -237,10 +238,14 @@ def open_reference(root: Path, mtp_hidden: str | None) -> tuple[ShardedSource, G
 def check_judged(checkpoint: Path, tp: int, reference: Path, vocabulary: int) -> None:
     """Refuse a checkpoint that ranks could not hold against a reference with this many tokens, from headers alone.
 
-    Raises PlanError for a split or a vocabulary that does not fit, SourceError for files that are missing or cut.
+    Raises PlanError for a split or a vocabulary that does not fit, SourceError for files or tensors that are missing or
+    cut.
     """
     check_ranks(checkpoint, tp)
-    size = GlmConfig.from_dict(ShardedSource.open(checkpoint).config).vocab_size
+    source = ShardedSource.open(checkpoint)
+    config = GlmConfig.from_dict(source.config)
+    require_readable(source, config)
+    size = config.vocab_size
     if size != vocabulary:
         raise PlanError(f"{checkpoint} has a vocabulary of {size}, {reference} one of {vocabulary}: it was not made "
                         "from it")

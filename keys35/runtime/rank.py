@@ -27,6 +27,7 @@ from keys35.glm.weights import WeightStore
 from keys35.runtime.generate import Decoder, Drafter, Drafting, generate, generate_drafted
 from keys35.runtime.panel import Panel
 from keys35.runtime.ranks import GroupRanks, LostRankError, Ranks
+from keys35.runtime.readable import require_readable
 from keys35.runtime.reference import Reference
 from keys35.runtime.score import score_panel
 
@@ -102,6 +103,7 @@ def run_job(job: RankJob, ranks: Ranks, device: torch.device) -> dict[str, Any]:
     if job.past_end:
         config = replace(config, eos_token_ids=())
     check_tp(config, ranks.world)
+    require_readable(source, config, mtp=job.draft or job.panel is not None)
     dtype = getattr(torch, job.dtype)
     store = WeightStore(source, config, device=device, dtype=dtype, tp=ranks.world, rank=ranks.rank)
     result: dict[str, Any] = {}
