@@ -41,7 +41,7 @@ class RankGroup:
         logs = folder / "torchrun"  # which it makes for every start, in /tmp otherwise, and leaves there
         shutil.rmtree(logs, ignore_errors=True)
         command = [sys.executable, "-m", "torch.distributed.run", *meet, f"--nproc-per-node={tp}", f"--log-dir={logs}"]
-        command += ["-m", "keys35.runtime.rank", str(folder), str(os.getpid()), device, str(timeout_s)]
+        command += ["-m", "keys35.runtime", str(folder), str(os.getpid()), device, str(timeout_s)]
         log.info("starting %d ranks, their output goes to %s", tp, folder / "ranks.log")
         with open(folder / "ranks.log", "wb") as output:
             self._process = subprocess.Popen(

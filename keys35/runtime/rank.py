@@ -1,12 +1,10 @@
-"""One rank of the tensor-parallel runtime: `torchrun ... -m keys35.runtime.rank FOLDER LAUNCHER DEVICE TIMEOUT_S`.
+"""One rank of the tensor-parallel runtime, which `keys35.runtime` starts.
 
 Needs only torch, safetensors and numpy, so that a rank starts fast and stays small.
 """
 
-import ctypes
 import hashlib
 import os
-import signal
 import sys
 import threading
 import time
@@ -31,7 +29,6 @@ from keys35.runtime.readable import require_readable
 from keys35.runtime.reference import Reference
 from keys35.runtime.score import score_panel
 
-PR_SET_PDEATHSIG = 1
 JOBS, POLL_S, WATCH_S = "jobs.json", 0.02, 0.5
 ORPHANED = 3
 MOST_THREADS = 4  # products this small gain nothing from more
@@ -212,11 +209,10 @@ def choose_backend(device: torch.device, local_world: int) -> str:
 
 
 def main() -> int:
-    """Entry point under torchrun: load, wait for jobs.json in the folder, do its jobs one after the other.
+    """What a rank does under torchrun: load, wait for jobs.json in the folder, do its jobs one after the other.
 
     A failure leaves rank-N.error.json in the folder for the launcher to read.
     """
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # never outlive torchrun
     folder, launcher, device_name, timeout_s = sys.argv[1:]
     _end_with(int(launcher))
     out, rank = Path(folder), int(os.environ["RANK"])
@@ -243,7 +239,3 @@ def main() -> int:
         traceback.print_exc()
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

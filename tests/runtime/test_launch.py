@@ -282,6 +282,19 @@ def test_a_killed_rank_is_named_and_nobody_hangs(packed, panel, reference, tmp_p
         run_panel(packed.root, panel, reference.root, 2, tmp_path, device="cpu", limit_s=120)
 
 
+def test_a_rank_whose_torchrun_is_gone_does_not_wait_for_its_peers(tmp_path):
+    """torchrun that ended while its rank still imported torch left it in a rendezvous for minutes."""
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1",
+             "LOCAL_WORLD_SIZE": "2"}
+    rank = [sys.executable, "-m", "keys35.runtime", str(tmp_path), str(os.getpid()), "cpu", "60"]
+    start = f"import subprocess; print(subprocess.Popen({rank!r}, stdout=subprocess.DEVNULL).pid)"
+    pid = int(run([sys.executable, "-c", start], env=os.environ | place, capture_output=True, check=True).stdout)
+    with soon():
+        while Path(f"/proc/{pid}").exists():
+            time.sleep(0.05)
+    assert not (tmp_path / "rank-1.pid.json").exists(), "it got as far as its peers"
+
+
 def test_a_folder_without_a_launcher_holds_nothing_of_an_earlier_start(packed, tmp_path):
     """As on four Sparks: a failed rerun left the first one's result, and a good one the error of the failed one."""
     def start(checkpoint: Path) -> int:
@@ -290,7 +303,7 @@ def test_a_folder_without_a_launcher_holds_nothing_of_an_earlier_start(packed, t
             free.bind(("127.0.0.1", 0))
             place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
         numbers = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        command = [sys.executable, "-m", "keys35.runtime.rank", str(tmp_path), "1", "cpu", "60"]
+        command = [sys.executable, "-m", "keys35.runtime", str(tmp_path), "1", "cpu", "60"]
         return run(command, env=os.environ | place | numbers, capture_output=True).returncode
 
     def left() -> set[str]:
