@@ -47,7 +47,9 @@ class Tick:
 
     @property
     def seconds_left(self) -> float | None:
-        """None while the rate is unknown."""
+        """None while the rate is unknown and anything is left."""
+        if self.done == self.total:
+            return 0.0
         return (self.total - self.done) / self.rate if self.rate > 0 else None
 
 

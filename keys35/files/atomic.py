@@ -68,6 +68,14 @@ def require_space(path: Path, needed: int) -> None:
         raise PlanError(f"{path}: needs {needed} bytes, {free} are free; free space or choose another disk")
 
 
+def make_folder(folder: Path, refusal: type[Keys35Error]) -> None:
+    """Make a folder and those above it; raises `refusal` where something else has its name or that of one above it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise refusal(f"{folder}: is no folder, or lies below a file; choose another path") from None
+
+
 @contextmanager
 def replacing(path: Path, needed: int) -> Iterator[BinaryIO]:
     """Yield a file that becomes `path` when the block ends well and vanishes when it does not.

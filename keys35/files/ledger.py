@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from keys35.errors import ResumeError
-from keys35.files.atomic import FULL, PARTIAL, Saved, read_json, sha256_file, write_json
+from keys35.files.atomic import FULL, PARTIAL, Saved, make_folder, read_json, sha256_file, write_json
 
 LOG = logging.getLogger(__name__)
 SCHEMA = 1
@@ -37,7 +37,7 @@ def held(folder: Path, wait: bool = False) -> Iterator[None]:
     or is full.
     """
     with _full_is_said(folder, "its lock can be made"):
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder, ResumeError)
         file = open(folder / LOCK, "a+")
     with file:
         try:
@@ -102,6 +102,7 @@ class Workdir:
         if root.exists() and (not root.is_dir() or {path.name for path in root.iterdir()} - BEFORE_MANIFEST):
             raise ResumeError(f"{root}: holds files but no {MANIFEST}, so it is not ours; {FRESH}")
         job = _as_json(job)
+        make_folder(root, ResumeError)
         write_json(root / MANIFEST, {"schema": SCHEMA, "job": job})
         return cls(root, job)
 

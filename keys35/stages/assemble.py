@@ -12,7 +12,16 @@ from keys35 import __version__
 from keys35.allocation import plain_width
 from keys35.errors import PlanError
 from keys35.exl3.codebook import MARKERS
-from keys35.files.atomic import PARTIAL, read_json, read_pieces, require_space, sha256_file, write_bytes, write_json
+from keys35.files.atomic import (
+    PARTIAL,
+    make_folder,
+    read_json,
+    read_pieces,
+    require_space,
+    sha256_file,
+    write_bytes,
+    write_json,
+)
 from keys35.files.forms import OBJECT, read_formed
 from keys35.files.headers import TORCH_DTYPE, read_header
 from keys35.files.shards import INDEX_NAME, ShardReceipt, shard_name, write_index, write_shard
@@ -89,7 +98,7 @@ def prepare(job: Job, out: Path) -> None:
     total = job.recipe.output.shards
     refuse_nesting(job.source.root, out, job.work.root)
     _refuse_another_jobs(job, out)
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out, PlanError)
     ours = {shard_name(n + 1, total) for n in range(total)} | {INDEX_NAME, "config.json", QUANT}
     ours |= {REPORT, *LATER, *(_relative(job, p) for p in job.source.side_files())}
     found = {p.relative_to(out).as_posix() for p in out.rglob("*") if not p.is_dir()}

@@ -56,6 +56,17 @@ def test_foreign_folders_are_never_taken_over(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["thesis.txt"]
 
 
+def test_a_file_where_a_folder_should_be_is_named(tmp_path: Path) -> None:
+    """It was "[Errno 17] File exists" or "[Errno 20] Not a directory"."""
+    file = tmp_path / "thesis.txt"
+    file.write_text("years of work")
+    with pytest.raises(ResumeError, match="thesis.txt/work: is no folder, or lies below a file"):
+        Workdir.open(file / "work", JOB)
+    for folder in (file, file / "scratch"):
+        with pytest.raises(ResumeError, match=f"{folder}: is no folder, or lies below a file"), held(folder):
+            pass
+
+
 def test_a_disk_of_its_own_is_an_empty_folder(tmp_path: Path) -> None:
     (tmp_path / "lost+found").mkdir()
     assert Workdir.open(tmp_path, JOB).units() == []

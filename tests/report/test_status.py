@@ -42,6 +42,15 @@ def test_only_its_own_host_knows_whether_a_driver_runs(tmp_path: Path) -> None:
     assert read_status(tmp_path).state == "running"
 
 
+def test_nothing_is_left_of_a_stage_that_was_found_finished(tmp_path: Path) -> None:
+    """"unknown left; finished", and null for programs."""
+    work, ticks = Workdir.open(tmp_path, {}), []
+    meter = Progress(work, ticks.append).meter("assemble", 2)
+    for name in ("a", "b"):
+        meter.count(name, kept=True)
+    assert [tick.seconds_left for tick in ticks] == [None, None, 0.0]
+
+
 def test_a_heartbeat_that_cannot_be_read_hides_nothing_else(tmp_path: Path) -> None:
     work = Workdir.open(tmp_path, {"tool": "0", "recipe": {"name": "some", "experts": {"group": 8}}})
     work.commit("experts/layer-000/0000", [], {})

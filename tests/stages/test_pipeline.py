@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from fractions import Fraction
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from keys35.progress import Progress
 from keys35.recipe import Recipe
 from keys35.report.facts import of_another_job
 from keys35.stages.allocate import ALLOCATION
-from keys35.stages.assemble import assemble
+from keys35.stages.assemble import assemble, prepare
 from keys35.stages.check import check
 from keys35.stages.costs import read_measured
 from keys35.stages.job import open_job, resume_job
@@ -212,6 +213,16 @@ def test_foreign_files_in_the_output_are_refused(finished, tmp_path):
     (out / "model-00005-of-00005.safetensors").write_bytes(b"old")
     with resume_job(finished.work) as job, pytest.raises(PlanError, match="model-00005-of-00005"):
         assemble(job, out, Progress())
+
+
+def test_a_file_is_no_output(tmp_path):
+    """ "[Errno 17] File exists", as if of the work directory."""
+    file = tmp_path / "out"
+    file.write_text("mine")
+    places = {name: SimpleNamespace(root=tmp_path / name) for name in ("source", "work")}
+    for out in (file, file / "below"):
+        with pytest.raises(PlanError, match=f"{out}: is no folder, or lies below a file"):
+            prepare(SimpleNamespace(**places, recipe=small_recipe()), out)
 
 
 def test_run_looks_at_the_output_before_it_measures(source, small, tmp_path):
