@@ -34,6 +34,7 @@ def keys35(*arguments):
         (["demo", "--work", "/no/such/work", "--table", MODEL / "config.json"], 5, "lacks the marks"),
         (["demo", "--work", "/no/such/work", "--table", MODEL / "model-00001-of-00002.safetensors"], 5, "is not UTF-8"),
         (["ablate", MODEL, "--recipe", "demo", "--work", "/no/such/work", "--table", "t.json"], 2, "give a .md file"),
+        (["ablate", MODEL, "--recipe", "demo", "--work", "/no/such/work", "--table", "/"], 2, "/ is a folder"),
         (["generate", MODEL, "Once", "--device", "gpu"], 2, "--device"),
         (["bench", MODEL, "--dtype", "fp16"], 2, "--dtype"),
         (["validate", MODEL, "--reference", MODEL, "--device", "cpu"], 2, "--panel"),

@@ -187,6 +187,8 @@ def ablate(
 
     if table and table.suffix == ".json":
         raise typer.BadParameter(f"--table {table} is Markdown, and JSON of that name goes beside it: give a .md file")
+    if table and table.is_dir():
+        raise typer.BadParameter(f"--table {table} is a folder: give a .md file in it")
     chosen = load_variants(variants, only or ())
     with voice.progress() as progress:
         result = run_ablate(source, load_recipe(recipe), chosen, work, progress, finished)
@@ -235,7 +237,7 @@ def _run(
     from keys35.stages.plan import plan as make_plan
 
     with open_job(source, recipe, work, keep) as job:
-        show_plan(voice.console, make_plan(source, recipe, work, tp, keep))
+        show_plan(voice.console, make_plan(source, recipe, work, tp, keep, out))
         with voice.progress(job.work) as progress:
             result = run_all(job, out, progress, tp, workers)
     voice.result(result, show_run)

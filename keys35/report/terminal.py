@@ -44,7 +44,7 @@ def show_plan(console: Console, plan: "Plan") -> None:
     console.print(_plan_table(plan))
     for name, text in [*_needs(plan), *_time(plan), *_choices(plan)]:
         console.print(f"[bold]{name:>15}[/bold]  {text}", highlight=False)
-    if plan.work_bytes + plan.output_bytes > plan.free_bytes:
+    if plan.work_bytes + plan.output_bytes > plan.free_bytes + plan.held_bytes:
         console.print("[bold red]Not enough free space here for the work directory and the output.[/bold red]")
     for refusal in plan.missing:
         console.print(f"[bold red]`run` would refuse now:[/bold red] {escape(refusal)}", soft_wrap=True)

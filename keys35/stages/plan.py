@@ -1,7 +1,9 @@
 """Plan: headers only. What the job covers, weighs, needs and takes, before hours are spent."""
 
+import os
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import torch
 from keys35.errors import Keys35Error
 from keys35.exl3.viterbi import get_backend, prepare
 from keys35.files.atomic import free_bytes, read_json
+from keys35.files.ledger import MANIFEST
 from keys35.files.source import ShardedSource
 from keys35.glm.config import GlmConfig
 from keys35.glm.names import TensorRule, census, check_tp, shard_of
@@ -26,6 +29,7 @@ from keys35.stages.validate import held_out_panel, refuse_read_panel
 
 PROBE_TILES = 256
 RATES = "encoder-h200.json"
+SHARDS = "model-*.safetensors"
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,8 @@ class Plan:
     tp: int
     work_parts: dict[str, int]
     free_bytes: int
+    held_bytes: int
+    """What an earlier run has left of the work directory and the output, which needs no room any more."""
     host_bytes: int
     device_bytes: int
     rows_bytes: int
@@ -103,8 +109,10 @@ class Plan:
         return self.weights_to_encode / self.weights_per_second
 
 
-def plan(source: Path, recipe: Recipe, work: Path | None = None, tp: int = 4, keep: Keep = "all") -> Plan:
-    """Check a source and predict the job; reads headers, never weights.
+def plan(
+    source: Path, recipe: Recipe, work: Path | None = None, tp: int = 4, keep: Keep = "all", out: Path | None = None
+) -> Plan:
+    """Check a source and predict the job, or what is left of one in `work` and `out`; reads headers, never weights.
 
     Raises SourceError (files, index, names, shapes), PlanError (cuts, shards) and BudgetError early.
     """
@@ -120,6 +128,7 @@ def plan(source: Path, recipe: Recipe, work: Path | None = None, tp: int = 4, ke
         shards[shard_of(rule, config, recipe.output.shards)].append(rule)
     shard_bytes = [sum(c.output_bytes for c in class_sizes(shard, recipe, nbytes, tp)) for shard in shards]
     backend, rate = _encoder_rate(recipe)
+    parts = work_parts(rules, config, recipe, keep)
     return Plan(
         source=str(source),
         recipe=recipe.name,
@@ -133,8 +142,9 @@ def plan(source: Path, recipe: Recipe, work: Path | None = None, tp: int = 4, ke
         shards=recipe.output.shards,
         shard_bytes=tuple(shard_bytes),
         tp=tp,
-        work_parts=work_parts(rules, config, recipe, keep),
+        work_parts=parts,
         free_bytes=free_bytes(work or Path.cwd()),
+        held_bytes=min(_held(work, MANIFEST), sum(parts.values())) + min(_held(out, SHARDS), sum(shard_bytes)),
         host_bytes=host_bytes(max(nbytes.values()), config, recipe),
         device_bytes=device_bytes(config, recipe),
         rows_bytes=largest_rows(config, recipe),
@@ -147,6 +157,18 @@ def plan(source: Path, recipe: Recipe, work: Path | None = None, tp: int = 4, ke
         projection=projected(config, recipe),
         simulated_hours=simulated_hours(config, recipe),
     )
+
+
+def _held(folder: Path | None, sign: str) -> int:
+    """Bytes of all files in a folder that has one of ours; one may vanish meanwhile, another driver being at work."""
+    if folder is None or not any(folder.glob(sign)):
+        return 0
+    found = 0
+    for root, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                found += os.lstat(os.path.join(root, name)).st_size
+    return found
 
 
 def _missing(

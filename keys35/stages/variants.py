@@ -54,7 +54,7 @@ def load_variants(path: Path | None, only: Sequence[str] = ()) -> list[Variant]:
         raise RecipeError(f"{source}: not a list of [[variant]] with group, name and set: {why}") from None
     unknown = sorted(set(only) - {v.name for v in found} - {v.group for v in found})
     if unknown:
-        raise RecipeError(f"{source} has no variant {', '.join(unknown)}: it has {', '.join(v.name for v in found)}")
+        raise RecipeError(f"{source} has no variant {', '.join(unknown)}: it has {'; '.join(v.name for v in found)}")
     return [v for v in found if not only or {v.name, v.group} & set(only)]
 
 

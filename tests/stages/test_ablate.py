@@ -49,8 +49,8 @@ def test_unknown_keys_and_names_are_refused(tmp_path):
         vary(load_recipe("demo"), {"seed.of": 0.5})
     with pytest.raises(RecipeError, match="shrinks"):
         vary(load_recipe("demo"), {"calibration.shrinks": 0.5})
-    with pytest.raises(RecipeError, match="has no variant 'nobody'|has no variant nobody"):
-        load_variants(None, ["nobody"])
+    with pytest.raises(RecipeError, match="has no variant nobody: it has .*half all tokens; routed, a quarter"):
+        load_variants(None, ["nobody"])  # names have commas in them
     (tmp_path / "v.toml").write_text("[[variant]]\nname = 'x'\n")
     with pytest.raises(RecipeError, match="v.toml"):
         load_variants(tmp_path / "v.toml")

@@ -115,6 +115,27 @@ def test_a_model_without_routed_experts_is_refused(tmp_path):
         pass
 
 
+def test_what_an_earlier_run_left_needs_no_room_again(source, small, tmp_path, monkeypatch):
+    """A job that had all it needed said "Not enough free space here" whenever it was resumed."""
+    work, out = tmp_path / "work", tmp_path / "out"
+    needed = plan(source, small)
+    monkeypatch.setattr("keys35.stages.plan.free_bytes", lambda path: 1 << 10)
+
+    def refused():
+        console = Console(file=StringIO(), width=200)
+        show_plan(console, plan(source, small, work, out=out))
+        return "Not enough free space" in console.file.getvalue()
+
+    with open_job(source, small, work) as job:
+        job.work.path("states").write_bytes(bytes(needed.work_bytes))
+    assert refused()
+    out.mkdir()
+    (out / "model-00001-of-00003.safetensors").write_bytes(bytes(needed.output_bytes))
+    assert not refused()
+    job.work.path("manifest.json").unlink()  # a folder of somebody else's, however full
+    assert refused()
+
+
 def test_a_tp_that_does_not_cut_is_refused(source, small):
     with pytest.raises(PlanError, match="tp = 3"):
         plan(source, small, tp=3)
