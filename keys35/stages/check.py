@@ -14,7 +14,7 @@ from typing import Any
 from keys35.errors import Keys35Error, SourceError
 from keys35.files.atomic import read_json
 from keys35.files.source import ShardedSource
-from keys35.glm.config import GlmConfig
+from keys35.glm.config import GlmConfig, refuse_encoded
 from keys35.glm.names import Role, census
 from keys35.progress import Progress
 from keys35.recipe import Recipe
@@ -96,11 +96,12 @@ def check(
 
 
 def _source_of(out: Path, reference: Path) -> ShardedSource:
-    """The reference; SourceError where it is FP8 and the source was not, or the other way round.
+    """The reference; SourceError where it is an EXL3 checkpoint, or FP8 and the source was not, or the other way round.
 
     A report that is missing or damaged gets its finding elsewhere.
     """
     source = ShardedSource.open(reference, fp8=None)
+    refuse_encoded(source.config, reference, source.tensors)
     try:
         made_from_fp8 = bool(read_json(out / REPORT)["recipe"]["source"]["fp8"])
     except (Keys35Error, KeyError, TypeError):

@@ -410,6 +410,13 @@ def test_reference_of_another_model(output: Output, tmp_path: Path) -> None:
     assert {"source-names", "config-source"} <= rules_of(check(output.write(tmp_path / "out"), other))
 
 
+def test_a_checkpoint_is_no_reference(output: Output, tmp_path: Path) -> None:
+    """Given for its source, it was hundreds of missing names and a lost quantization block of the source."""
+    root = output.write(tmp_path / "out")
+    with pytest.raises(SourceError, match="is itself an EXL3 checkpoint.*give the one it was made from"):
+        check(root, root)
+
+
 def test_quantization_block_of_the_source_is_kept(output: Output, source: Path, tmp_path: Path) -> None:
     copied = tmp_path / "source"
     copied.mkdir()
