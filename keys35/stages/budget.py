@@ -90,7 +90,7 @@ def trades(rules: Iterable[TensorRule], recipe: Recipe, nbytes: Mapping[str, int
     size = weighed.nbytes(experts.budget, recipe.dense.bits, recipe.mtp.bits)
     found = [
         Trade(dense, mtp, float(weighed.mean(size, dense, mtp)))
-        for dense in (DENSE_BITS if weighed.dense else [recipe.dense.bits])
+        for dense in (DENSE_BITS if weighed.dense else [recipe.dense_bits])
         for mtp in (MTP_BITS if weighed.mtp else [recipe.mtp.bits])
     ]
     return tuple(trade for trade in found if experts.widths[0] <= trade.mean <= experts.widths[-1])

@@ -3,11 +3,17 @@
 import re
 
 import pytest
+from builders import TINY_CONFIG
 from small import small_recipe, small_source
 
 from keys35.errors import BudgetError
+from keys35.glm.config import GlmConfig
+from keys35.glm.names import census
+from keys35.recipe import Output
+from keys35.stages.budget import trades
 from keys35.stages.job import open_job, resume_job
 from keys35.stages.plan import plan
+from keys35.stages.profile import profile_rules
 
 
 def recipe_with(bits, **experts):
@@ -45,6 +51,14 @@ def test_a_size_that_does_not_hold_the_least_width_is_refused_with_one_that_does
     for wrong in ("276.1GB", "a lot", "-1 GB", "3 TB"):
         with pytest.raises(ValueError, match="bits must be"):
             recipe_with(wrong)
+
+
+def test_no_trade_has_a_width_for_what_is_not_encoded():
+    """Where dense linears stay BF16 the plan said "with dense 5"."""
+    recipe = recipe_with(2.75).model_copy(update={"output": Output(profile="bf16-rest")})
+    rules = profile_rules(census(GlmConfig.from_dict(TINY_CONFIG)), "bf16-rest").values()
+    found = trades(rules, recipe, {rule.source: 2 * rule.numel for rule in rules})
+    assert {trade.dense for trade in found} == {16}
 
 
 def test_trades_are_of_the_same_size(source):
