@@ -20,8 +20,8 @@ from keys35.files.atomic import write_as
 from keys35.files.ledger import BEGUN
 from keys35.stages.capture import calibration_windows, layer_rows
 from keys35.stages.dense import encode_dense
-from keys35.stages.expert_encoding import PrefixRows
-from keys35.stages.experts import LayerRows, Shelf, encode_chosen, encode_experts, encode_final
+from keys35.stages.expert_encoding import LayerRows, Rows
+from keys35.stages.experts import Shelf, encode_chosen, encode_experts, encode_final
 from keys35.stages.job import Job, attach_job
 from keys35.stages.prefix_rows import prefix_rows
 from keys35.stages.sensitivity import propagate_part
@@ -76,65 +76,67 @@ def sensitivity_task(part: int) -> Task:
     return Task(sensitivity_unit(part), {"part": part})
 
 
-def unit_worker(job: Job, shelf: Shelf | None = None) -> Callable[[Task], None]:
-    """What does the tasks above, reading what they need from the source and the work directory.
+class UnitWorker:
+    """Does the tasks above, reading what they need from the source and the work directory.
 
-    A worker with a shelf is alone: it finds a layer's rows there, and knows what comes next, which is read while the
-    GPU works.
+    One with a shelf is alone: it finds a layer's rows there, and knows what comes next, which is read while the GPU
+    works.
     """
-    alone = shelf is not None
-    shelf = shelf or Shelf(job)
-    store, windows, held = job.store, calibration_windows(job), shelf.rows
-    coming = ThreadPoolExecutor(1, "prefetch")
-    for widths in (job.recipe.experts.widths, [job.recipe.dense.bits]):
-        prepare(job.encode_options.backend, frozenset(widths))
 
-    def rows(layer: int) -> LayerRows:
-        if layer not in held:
-            held.clear()
-            held[layer] = layer_rows(job, layer, windows)
-        return held[layer]
+    def __init__(self, job: Job, shelf: Shelf | None = None) -> None:
+        self._job, self._alone, self._shelf = job, shelf is not None, shelf or Shelf(job)
+        self._store, self._windows = job.store, calibration_windows(job)
+        self._coming = ThreadPoolExecutor(1, "prefetch")
+        for widths in (job.recipe.experts.widths, [job.recipe.dense.bits]):
+            prepare(job.encode_options.backend, frozenset(widths))
 
-    def behind_prefix(layer: int) -> PrefixRows:
-        if layer not in held:
-            held.clear()
-            held[layer] = prefix_rows(job, layer)
-        return held[layer]
-
-    def encode(unit: ExpertUnit, widths: Sequence[int], keep: Sequence[int]) -> None:
-        following = _following(job, unit) if alone else None
-        if alone and job.reads_ahead:
-            coming.submit(job.source.prefetch, upcoming(job, unit))
-        encode_experts(job, unit, widths, keep, rows(unit.layer), shelf.reader, following)
-        if alone and following is None:
-            held.clear()  # the next layer needs the room
-
-    def choose(unit: ExpertUnit, chosen: Chosen) -> None:
-        encode_chosen(job, unit, chosen, rows(unit.layer), shelf.reader)
-
-    def finish(unit: ExpertUnit, chosen: dict[int, list[int]]) -> None:
-        if alone and job.reads_ahead:  # the source's stream passes the layer once all of it is encoded
-            coming.submit(job.source.prefetch, _share_behind(job, unit, unit.layer))
-        encode_final(job, unit, chosen, behind_prefix(unit.layer), shelf.reader)
-
-    def work(task: Task) -> None:
+    def __call__(self, task: Task) -> None:
         match task.arguments:
             case {"layer": layer, "start": start, "widths": widths, "keep": keep, "then": chosen}:
-                unit = _unit(job, layer, start)
-                encode(unit, widths, keep)
-                if missing := not_held(job.work.require(unit.name)["data"], dict(chosen)):  # only a sample was encoded
-                    choose(unit, missing)
+                unit = _unit(self._job, layer, start)
+                self._encode(unit, widths, keep)
+                found = self._job.work.require(unit.name)["data"]
+                if missing := not_held(found, dict(chosen)):  # only a sample was encoded
+                    self._choose(unit, missing)
             case {"layer": layer, "start": start, "chosen": chosen}:
-                choose(_unit(job, layer, start), dict(chosen))
+                self._choose(_unit(self._job, layer, start), dict(chosen))
             case {"layer": layer, "start": start, "final": chosen}:
-                finish(_unit(job, layer, start, FINAL), dict(chosen))
+                self._finish(_unit(self._job, layer, start, FINAL), dict(chosen))
             case {"layer": layer}:
-                encode_dense(job, layer)
+                encode_dense(self._job, layer)
             case {"part": part}:
-                held.clear()
-                propagate_part(job, store, windows["selection"], part)
+                self._shelf.rows.clear()
+                propagate_part(self._job, self._store, self._windows["selection"], part)
 
-    return work
+    def _encode(self, unit: ExpertUnit, widths: Sequence[int], keep: Sequence[int]) -> None:
+        following = _following(self._job, unit) if self._alone else None
+        self._read_ahead(lambda: upcoming(self._job, unit))
+        encode_experts(self._job, unit, widths, keep, self._rows(unit.layer), self._shelf.reader, following)
+        if self._alone and following is None:
+            self._shelf.rows.clear()  # the next layer needs the room
+
+    def _choose(self, unit: ExpertUnit, chosen: Chosen) -> None:
+        encode_chosen(self._job, unit, chosen, self._rows(unit.layer), self._shelf.reader)
+
+    def _finish(self, unit: ExpertUnit, chosen: Chosen) -> None:
+        # the source's stream passes the layer once all of it is encoded
+        self._read_ahead(lambda: _share_behind(self._job, unit, unit.layer))
+        rows = self._held(unit.layer, lambda: prefix_rows(self._job, unit.layer))
+        encode_final(self._job, unit, chosen, rows, self._shelf.reader)
+
+    def _rows(self, layer: int) -> LayerRows:
+        return self._held(layer, lambda: layer_rows(self._job, layer, self._windows))
+
+    def _held(self, layer: int, read: Callable[[], Rows]) -> Rows:
+        """A layer's rows; of no two layers at once."""
+        if layer not in self._shelf.rows:
+            self._shelf.rows.clear()
+            self._shelf.rows[layer] = read()
+        return self._shelf.rows[layer]
+
+    def _read_ahead(self, names: Callable[[], list[str]]) -> None:
+        if self._alone and self._job.reads_ahead:
+            self._coming.submit(self._job.source.prefetch, names())
 
 
 def _following(job: Job, unit: ExpertUnit) -> ExpertUnit | None:
@@ -170,7 +172,7 @@ def _unit(job: Job, layer: int, start: int, folder: str = MEASURED) -> ExpertUni
 def open_worker(root: str) -> Callable[[Task], None]:
     """A worker of the job in a work directory; the factory that crews name."""
     write_as(where().replace(":", "-"))
-    return unit_worker(attach_job(Path(root)))
+    return UnitWorker(attach_job(Path(root)))
 
 
 @contextmanager
@@ -186,7 +188,7 @@ def open_workers(job: Job, workers: Workers, shelf: Shelf) -> Iterator[Pool | He
 
     gpus = torch.cuda.device_count()
     if workers.engine == "local" and (workers.count or gpus) <= 1:
-        yield Here(unit_worker(job, shelf), begun)
+        yield Here(UnitWorker(job, shelf), begun)
         return
     with open_pool(_crew(job, workers, gpus), begun) as pool:
         yield pool
