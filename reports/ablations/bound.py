@@ -43,7 +43,7 @@ def alone(sizes: Sequence[int]) -> dict[str, list[np.ndarray]]:
 def bound(sizes: Sequence[int], kl: Mapping[str, Sequence[float]], costs: Sequence[np.ndarray]) -> dict:
     """kl: mean, then domains, of the sets of `alone`. costs: (experts, widths) of each layer, predicted nats.
 
-    By mean of bits: what all random mixes of 2 and 3 bits have on average, and gains over it: of the optimum; of the one
+    By mean of bits: what all random mixes of 2 and 3 bits have on average, and gains over it: of the optimum; of those
     where the KL of the domain that then gains least counts some more; and of the exact optimum of the predicted costs.
     By layer, the KL between 2 and 3 bits over what costs say of it.
     """
