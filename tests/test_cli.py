@@ -28,6 +28,7 @@ def keys35(*arguments):
         (["allocate", "--work", "/no/such/dir"], errors.ResumeError.exit_code, "holds no keys35 job"),
         (["status", "--work", "/no/such/dir"], errors.ResumeError.exit_code, "/no/such/dir"),
         (["check", MODEL], errors.ContractError.exit_code, "breaks"),
+        (["check", MODEL, "--sample", "3"], 2, "give --reference"),
         (["validate", MODEL, "--reference", MODEL], errors.ContractError.exit_code, "KEYS35_ASSEMBLY_REPORT"),
         (["plan", MODEL, "--recip", "demo"], 2, "--recip"),
         (["plan", MODEL], 2, "--recipe"),

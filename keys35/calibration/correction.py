@@ -102,7 +102,7 @@ class PairedInputs:
     def _judged(ridge: float, grams: Sequence[Tensor], matches: Sequence[Tensor]) -> Judged:
         """By how much a ridge's fit to the first half lowers the squared error on the other, at the best share.
 
-        The same the other way round would tell no more, and is what a layer's solves take.
+        The same the other way round told no more, and takes as many factorisations again.
         """
         fit = ridge_fit(grams[0], matches[0], ridge)
         linear = float((fit * matches[1]).sum(-1, dtype=torch.float64).sum())

@@ -26,6 +26,8 @@ def check(
     from keys35.report.terminal import show_check
     from keys35.stages.check import check as run_check
 
+    if sample and reference is None:
+        raise typer.BadParameter("--sample compares with the source: give --reference, too")
     with voice.progress() as progress:
         report = run_check(out, reference, deep, engine=engine, sample=sample, progress=progress)
     voice.result(report, show_check)

@@ -17,7 +17,7 @@ MEASURED, BEHIND = "real-layer-h200.json", "prefix-layer-h200.json"
 ASSUMPTIONS = (
     "every layer takes what the measured one took: the encoder by weights and widths, forward pass, Hessians and "
     "judging by calibration tokens, the rest by layer",
-    "linears of another shape (dense, MTP) are encoded at the rate of a routed expert's three widths",
+    "linears of another shape (dense, MTP) are encoded at the rate of routed experts",
     "layers are weighed by one copy with all errors and one each, through every later layer at the forward pass's rate",
     "with 8 GPUs all but the driver's forward pass is shared out evenly, and that pass runs beside it",
     "the disk keeps up: each GPU reads and writes what the measured one did in the same time",

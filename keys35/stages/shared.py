@@ -52,7 +52,8 @@ def finish_layer(
     read = MixStore(job, allocation, final=True, first=not done).layer
     with ThreadPoolExecutor(1, "encoded layer") as beside:
         roomy = states_home(job).type == "cuda"  # which has the memory for both, too
-        coming = beside.submit(read, layer) if roomy else None  # while the source's is read and passed
+        # While the source's is read and passed; it takes no product, whose precision would be the other thread's.
+        coming = beside.submit(read, layer) if roomy else None
         source = through(job, layer, attended.pop(SOURCE), SOURCE, layer_weights(job, job.store, layer), behind_mlp)
         lossy = coming.result() if coming else read(layer)
     if last and not done:
