@@ -227,7 +227,12 @@ class Recipe(_Section):
 
     def digest(self) -> str:
         """SHA-256 of the recipe's canonical JSON."""
-        return hashlib.sha256(json.dumps(self.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
+        return recipe_digest(self.model_dump(mode="json"))
+
+
+def recipe_digest(values: Mapping[str, Any]) -> str:
+    """SHA-256 of a recipe's values as canonical JSON."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def set_name(name: str) -> str:

@@ -3,12 +3,11 @@
 from collections.abc import Mapping
 
 from keys35.errors import SourceError
+from keys35.exl3.tiles import TILE
 from keys35.files.index import some
 from keys35.files.source import ShardedSource, SourceTensor
 from keys35.glm.config import GlmConfig
 from keys35.glm.names import TensorRule, census, exl3_parts
-
-TILE = 16
 
 
 def require_readable(source: ShardedSource, config: GlmConfig, mtp: bool = True) -> None:

@@ -143,6 +143,7 @@ def encoded_as(changed: Recipe, base: Recipe) -> Recipe:
 
 
 def work_folder(changed: Recipe, base: Recipe) -> str:
+    """Name of the work directory that all variants with these encodings share."""
     values = json.dumps(encoded_as(changed, base).guarded(), sort_keys=True)
     return f"encode-{_short_digest(values)}"
 

@@ -1,7 +1,5 @@
 """Rules about config.json, quantization_config.json, the files beside them, the report and the recipe."""
 
-import hashlib
-import json
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +9,7 @@ from keys35.exl3.codebook import MARKERS
 from keys35.files.atomic import sha256_file
 from keys35.files.headers import TORCH_DTYPE
 from keys35.glm.names import Role, exl3_parts, match_source
-from keys35.recipe import PLAIN_BITS
+from keys35.recipe import PLAIN_BITS, recipe_digest
 from keys35.report.facts import CONFIGS, QUANT, REPORT
 from keys35.report.schema import load_schema, misfit
 from keys35.stages.contract import Checkpoint, Finding, broken, unread_keys
@@ -169,7 +167,7 @@ def check_report(point: Checkpoint) -> Iterator[Finding]:
     yield from broken("report-widths", ((key, f"is {_short(report[key])}, the shapes give {_short(value)}")
                                         for key, value in claims.items() if report[key] != value))
     yield from broken("report-shards", _shard_faults(point, report))
-    digest = hashlib.sha256(json.dumps(report["recipe"], sort_keys=True).encode()).hexdigest()
+    digest = recipe_digest(report["recipe"])
     if report["recipe_sha256"] != digest:
         yield from broken("report-recipe", [("recipe", f"has {digest}, recorded is {report['recipe_sha256']}")])
     yield from broken("report-configs", _config_faults(point, report))

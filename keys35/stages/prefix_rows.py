@@ -11,7 +11,7 @@ from torch import Tensor
 from keys35.calibration.correction import PairedInputs
 from keys35.calibration.statistics import MoeRows
 from keys35.calibration.windows import Windows
-from keys35.files.atomic import load_tensors, save_tensors
+from keys35.files.atomic import save_tensors
 from keys35.glm.block import LayerWeights
 from keys35.glm.layer import gated_mlp, mlp_linears, route
 from keys35.host import fill, on_host
@@ -31,6 +31,7 @@ from keys35.stages.streams import (
     PairedRows,
     Streams,
     halves,
+    load_parts,
     paired_rows,
     states_attended,
 )
@@ -140,9 +141,8 @@ def _save(path: Path, tensors: dict[str, Tensor]) -> str:
 def prefix_rows(job: Job, layer: int) -> PrefixRows:
     """A layer's rows behind the quantized prefix; raises ResumeError if they are gone or damaged."""
     expected = job.work.require(dense_unit(layer))["data"]["rows_sha256"]
-    files, tensors = rows_files(job, layer), {}
-    with ThreadPoolExecutor(len(PARTS)) as pool:
-        for part in pool.map(lambda part: load_tensors(files[part], expect_sha256=expected[part]), PARTS):
-            tensors |= part
+    tensors: dict[str, Tensor] = {}
+    for part in load_parts(rows_files(job, layer), expected).values():
+        tensors |= part
     more = {name: tensors[name] for name in BESIDE}
     return at_hand(job, PrefixRows(MoeRows.from_tensors(tensors, "fit"), **more))

@@ -4,7 +4,7 @@ Both are of the fit windows. They are on disk behind one layer's attention at a 
 driver that goes on has in memory.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -129,11 +129,16 @@ def states_attended(job: Job, layer: int, windows: Windows, allocation: dict[int
     """Both streams behind the attention of a layer whose dense linears are encoded, from disk or computed again."""
     files, expected = attended_files(job, layer), job.work.require(dense_unit(layer))["data"].get("attended_sha256")
     if expected and all(path.exists() for path in files.values()):
-        with ThreadPoolExecutor(len(files)) as pool:
-            found = pool.map(lambda name: load_tensors(files[name], expect_sha256=expected[name]), STREAMS)
-            kept = {name: read_states(tensors, [name])[name] for name, tensors in zip(STREAMS, found, strict=True)}
+        kept = {name: read_states(tensors, [name])[name] for name, tensors in load_parts(files, expected).items()}
         return {name: states.to(states_home(job)) for name, states in kept.items()}
     return _advanced(job, layer, states_before(job, layer, windows, allocation), allocation, behind_attention)
+
+
+def load_parts(files: Mapping[str, Path], expected: Mapping[str, str]) -> dict[str, dict[str, Tensor]]:
+    """Tensors of each file, read side by side; raises ResumeError for one that has not the SHA-256 expected of it."""
+    with ThreadPoolExecutor(len(files)) as pool:
+        found = pool.map(lambda part: load_tensors(files[part], expect_sha256=expected[part]), files)
+        return dict(zip(files, found, strict=True))
 
 
 def _advanced(
